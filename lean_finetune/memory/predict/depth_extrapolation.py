@@ -76,6 +76,9 @@ class WindowTrace(MemoryTrace):
         self._of_operation: set[int] = set()
         """Temporary blocks of the operation that runs."""
         self._windows: dict[tuple[int, int], Window] | None = None
+        self._layer_now = BEFORE
+        self.places: list[tuple[int, int, int]] = []
+        """Where another layer begins to allocate: number of events before, index of the phase, layer."""
 
     def begin_steps(self, model: nn.Module) -> None:
         """Track which of the model's layers runs."""
@@ -123,15 +126,19 @@ class WindowTrace(MemoryTrace):
     def _add(self, count: int, category: str) -> int:
         # A result is allocated inside of its operation, too, if a temporary block was before it.
         self._inside = category == WORKSPACE or bool(self._of_operation)
-        storage_id = super()._add(count, category)
+        event, storage_id = len(self._events), super()._add(count, category)
         self._inside = False
+        if self._phase is not None:
+            place = len(self._visits) - 1, self._layer_now
+            if not self.places or self.places[-1][1:] != place:
+                self.places.append((event, *place))
         return storage_id
 
     def _update_peak(self) -> None:
         super()._update_peak()
         if self._phase is None:
             return
-        layer = self._layer()
+        layer = self._layer_now = self._layer()
         window = (len(self._visits) - 1, INSIDE if self._inside and layer == BEFORE else layer)
         if self.current_bytes > self._fullest.get(window, (-1, 0, 0))[0]:
             self._fullest[window] = (self.current_bytes, len(self._events), self._micro_batch)

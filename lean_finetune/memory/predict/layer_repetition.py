@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,7 +106,7 @@ def find_repetition(
         return None, f"{everything}: train.lora.targets names layers by path"
     if not Repetition(layers=count, period=1, recomputed=recomputed).pays:
         return None, f"{everything}: they are few"
-    signatures = _signatures(config)
+    signatures = layer_signatures(config)
     if signatures is None or len(signatures) != count:
         return None, f"{everything}: the model has no single list of layers"
     alike = next((p for p in range(1, count) if signatures[p:] == signatures[:-p]), count)
@@ -115,7 +115,7 @@ def find_repetition(
     if alike == count or not repetition.pays:
         return None, f"{everything}: they are not alike, or repeat too seldom"
     deepest = repetition.depths[-1]
-    if _signatures(with_layers(config, deepest)) != signatures[:deepest]:
+    if layer_signatures(with_layers(config, deepest)) != signatures[:deepest]:
         return None, f"{everything}: a model with {deepest} has other layers"
     kinds = "are all alike" if period == 1 else f"repeat every {period}"
     treated = f", and the first {recomputed} alone are recomputed" if recomputed else ""
@@ -124,24 +124,41 @@ def find_repetition(
 
 def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
     """The config of a model with the first `count` layers."""
+    return with_some_layers(config, range(count))
+
+
+def with_some_layers(config: PretrainedConfig, numbers: Sequence[int]) -> PretrainedConfig:
+    """The config of a model with some of the layers, by number."""
     shallow = copy.deepcopy(config)
     text = shallow.get_text_config()
-    layers = text.num_hidden_layers
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list | tuple) and len(value) == layers:
-            setattr(text, name, value[:count])
-    text.num_hidden_layers = count
+    for name, values in _lists_of_layers(config).items():
+        setattr(text, name, type(values)(values[number] for number in numbers))
+    text.num_hidden_layers = len(numbers)
     return shallow
+
+
+def _lists_of_layers(config: PretrainedConfig) -> dict[str, Any]:
+    """The values of a config that list something of every layer."""
+    text = config.get_text_config()
+    count = text.num_hidden_layers
+    return {name: v for name, v in vars(text).items() if isinstance(v, list | tuple) and len(v) == count}
+
+
+def layer_kinds(config: PretrainedConfig) -> list[Signature]:
+    """For each layer of a model with a list of layers, its signature and what the config says of it."""
+    signatures = layer_signatures(config)
+    assert signatures is not None
+    return [*zip(signatures, *(map(repr, values) for values in _lists_of_layers(config).values()), strict=True)]
 
 
 _known_signatures: dict[str, list[Signature] | None] = {}
 
 
-def _signatures(config: PretrainedConfig) -> list[Signature] | None:
+def layer_signatures(config: PretrainedConfig) -> list[Signature] | None:
     """Signature of each layer, or None if the model has no list of layers. A search asks for few configs many times."""
     key = config_key(config)
     if key not in _known_signatures:
-        _known_signatures[key] = _find_signatures(config)
+        _known_signatures[key] = _findlayer_signatures(config)
     return _known_signatures[key]
 
 
@@ -150,7 +167,7 @@ def config_key(config: PretrainedConfig) -> str:
     return f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
 
 
-def _find_signatures(config: PretrainedConfig) -> list[Signature] | None:
+def _findlayer_signatures(config: PretrainedConfig) -> list[Signature] | None:
     layers = decoder_layers(meta_model(config))
     if layers is None:
         return None

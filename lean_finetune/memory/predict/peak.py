@@ -23,6 +23,7 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     offloaded_bytes,
     peak_of_contents,
 )
+from lean_finetune.memory.predict.known_steps import known_peaks, may_be_known, remember
 from lean_finetune.memory.predict.layer_repetition import (
     Repetition,
     config_key,
@@ -95,12 +96,13 @@ def predict_with_events(model: TracedModel, steps: TracedSteps) -> tuple[Predict
         traces = _shallow_traces(WindowTrace, model, steps, repetition, all_events=True)
         try:
             prediction, _ = _from_shallow(traces, model, steps, repetition, reason)
+            remember(model, steps, traces, repetition, prediction.by_phase, reason)
             return prediction, deep_events(traces, repetition)
         except NotRepeated as error:
             if prediction is None:  # Else the events alone do not repeat.
                 reason = _note_not_linear(model, repetition, error)
-    trace, position = trace_steps(MemoryTrace, model, steps)
-    return prediction or _of_all_layers(trace, setting, only(steps, *position), reason), events_of(trace)
+    found, trace = _of_all_layers(model, steps, reason)
+    return prediction or found, events_of(trace)
 
 
 def predict_from(
@@ -111,16 +113,21 @@ def predict_from(
     if setting.is_pipeline:
         return _of_pipeline(kind, model, steps)
     in_parts = kind is WindowTrace  # An explanation shows the windows of one part.
+    if in_parts and (known := known_peaks(model, steps)) is not None:
+        by_phase, reason = known
+        last = (0, len(steps[0]) - 1)
+        return Prediction(
+            by_phase=by_phase, steps_of_peak=only(steps, *last), layers_traced=reason, setting=setting
+        ), None
     repetition, reason = _repetition(model, in_parts=in_parts)
     if repetition is not None:
         try:
             return _extrapolated(kind, model, steps, repetition, reason)
         except NotRepeated as error:
-            if kind is not WindowTrace:  # Perhaps only what `kind` distinguishes does not repeat.
+            if not in_parts:  # Perhaps only what `kind` distinguishes does not repeat.
                 return predict(model, steps), None
             reason = _note_not_linear(model, repetition, error)
-    trace, position = trace_steps(MemoryTrace, model, steps)
-    return _of_all_layers(trace, setting, only(steps, *position), reason), None
+    return _of_all_layers(model, steps, reason)[0], None
 
 
 _not_linear: dict[tuple[str, Setting], str] = {}
@@ -145,15 +152,22 @@ def _note_not_linear(model: TracedModel, repetition: Repetition, error: NotRepea
     return reason
 
 
-def _of_all_layers(trace: MemoryTrace, setting: Setting, steps_of_peak: TracedSteps, reason: str) -> Prediction:
-    """The prediction from a trace of all layers."""
-    return Prediction(
-        setting=setting,
+def _of_all_layers(
+    model: TracedModel, steps: TracedSteps, reason: str, steps_of_peak: TracedSteps | None = None
+) -> tuple[Prediction, MemoryTrace]:
+    """The prediction from a trace of all layers, and the trace."""
+    kind = WindowTrace if may_be_known(model, steps) else MemoryTrace
+    trace, position = trace_steps(kind, model, steps)
+    prediction = Prediction(
+        setting=model.setting,
         by_phase=trace.peaks(),
-        steps_of_peak=steps_of_peak,
+        steps_of_peak=steps_of_peak or only(steps, *position),
         layers_traced=reason,
         offloaded_bytes=trace.offloaded_peak_bytes,
     )
+    if isinstance(trace, WindowTrace):
+        remember(model, steps, [trace], None, prediction.by_phase, reason)
+    return prediction, trace
 
 
 def _extrapolated(
@@ -161,7 +175,10 @@ def _extrapolated(
 ) -> tuple[Prediction, Extrapolation]:
     """The prediction from traces of the model with fewer layers; NotRepeated if memory is not linear in depth."""
     traces = _shallow_traces(kind, model, steps, repetition, all_events=False)
-    return _from_shallow(traces, model, steps, repetition, reason)
+    found = _from_shallow(traces, model, steps, repetition, reason)
+    if kind is WindowTrace:
+        remember(model, steps, traces, repetition, found[0].by_phase, reason)
+    return found
 
 
 def _shallow_traces(
@@ -233,8 +250,7 @@ class _StageTraces:
         deep = repetition and self._extrapolated(own, stage, replace(repetition, layers=counts[stage]))
         if deep:
             return deep
-        trace = trace_steps(MemoryTrace, own, self._steps)[0]
-        return _of_all_layers(trace, own.setting, self._steps, f"all {counts[stage]} of the stage"), None
+        return _of_all_layers(own, self._steps, f"all {counts[stage]} of the stage", self._steps)[0], None
 
     def _of_stage(self, stage: int, counts: tuple[int, ...]) -> TracedModel:
         return self._model.with_setting(self._model.setting.of_stage(stage, counts))
