@@ -24,8 +24,8 @@ MOST_MODULES = 15
 ISLANDS = {"images", "preferences", "weights"}
 """Packages of one capability each. `islands` lists them for all others."""
 NAME_ISLANDS = """
-commands/choose/plan commands/tuned/prompt_images evaluate/base_and_tuned evaluate/generate
-memory/advice/full_rows memory/predict/assumed_images memory/trace/known_values
+commands/tuned/prompt_images evaluate/base_and_tuned evaluate/generate
+memory/predict/assumed_images memory/trace/known_values
 report/report_inputs step/step_loss
 """.split()
 """Modules outside of islands that import one. None is added: what they need becomes a method of the attachment."""

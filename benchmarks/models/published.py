@@ -11,6 +11,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from benchmarks.harness import Row
+from lean_finetune.commands.fit_images import assumed_rows
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError
@@ -19,6 +20,7 @@ from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.what_fits import smallest_gpu
 from lean_finetune.memory.devices import resolve_gpu
+from lean_finetune.memory.predict.assumed_images import RowOfImages
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.cuda_kernels import target_of
 
@@ -72,9 +74,9 @@ def _by_method(config: Mapping[str, Any], images: tuple[Size, int] | None) -> di
         for method in ADAPTERS:
             flags = [f"train.method={method}", f"hardware.gpu={GPU}", f"model.name={scratch}", *AS_MEASURED]
             try:
-                run = fit_run(with_flags(load_params(COMMON_PARAMS), flags), shorten=True, images=images)
+                run = fit_run(with_flags(load_params(COMMON_PARAMS), flags), shorten=True, assumed=assumed_rows(images))
                 row |= {"parameters": model_shapes(run.config).values, "row_tokens": run.longest}
-                if run.full_row is not None:
+                if isinstance(run.full_row, RowOfImages):
                     row["image_tokens"] = run.full_row.tokens
                 row[method] = _peak(run)
             except UserError as error:

@@ -17,7 +17,7 @@ from cuda_memory.terminal import echo, echo_json, echo_text
 from cuda_memory.units import GIB, round_up
 from cuda_memory.user_paths import PATH, shell_line
 from lean_finetune.commands.fit_apply import apply_offer, check_target
-from lean_finetune.commands.fit_images import Images, asked_images
+from lean_finetune.commands.fit_images import Images, asked_images, assumed_rows
 from lean_finetune.commands.row_lengths import is_of_quantiles, row_index
 from lean_finetune.commands.without_compiler import importing_without_compiler
 from lean_finetune.config.field_types import AnyPrecision, Method
@@ -231,7 +231,7 @@ def _predicted(
     from lean_finetune.memory.advice.verdict import predict_tiers
 
     if lengths is None:
-        run = fit_run(p, shorten=shorten, images=images)
+        run = fit_run(p, shorten=shorten, assumed=assumed_rows(images))
         return run, *predict_tiers(run), None
     from lean_finetune.memory.advice.length_staircase import predict_staircase, with_rows
 

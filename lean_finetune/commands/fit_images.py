@@ -11,7 +11,9 @@ from lean_finetune.data.images.image_family import Size
 
 if TYPE_CHECKING:
     from lean_finetune.memory.advice.run import Run
-    from lean_finetune.memory.advice.what_fits import LargestImage
+    from lean_finetune.memory.choice.largest_image import LargestImage
+    from lean_finetune.memory.predict.assumed_images import RowOfImages
+    from lean_finetune.memory.predict.assumed_rows import AssumedRows
 
 Images = tuple[Size, int]
 """The size of images, and how many a row has."""
@@ -36,6 +38,17 @@ def asked_images(image: str | None, per_row: int | None, lengths: str | None, as
     return size, per_row or 1
 
 
+def assumed_rows(images: Images | None) -> "AssumedRows":
+    """What is assumed of every row."""
+    from lean_finetune.memory.predict.assumed_rows import TEXT_ROWS  # Here: imports torch.
+
+    if images is None:
+        return TEXT_ROWS
+    from lean_finetune.memory.predict.assumed_images import AssumedImages
+
+    return AssumedImages(size=images[0], count=images[1])
+
+
 def _size(image: str) -> Size:
     found = SIZE.fullmatch(image.strip())
     width, height = (int(found[1]), int(found[2])) if found else (0, 0)
@@ -54,7 +67,7 @@ def shown(size: Size) -> str:
 
 def image_lines(run: "Run") -> Iterator[str]:
     """Tokens and patches of each image, and whose limits its size has."""
-    if (row := run.full_row) is None:
+    if (row := _row_of(run)) is None:
         return
     assumed = row.assumed
     yield labelled(
@@ -68,17 +81,40 @@ def image_lines(run: "Run") -> Iterator[str]:
         yield labelled("", f"by the {kind} that {family} is published with: the model's own is not here")
 
 
-def largest_line(largest: "LargestImage") -> str:
-    """The largest image of the same shape."""
-    if largest.size is None:
-        return labelled("largest image", "not even the smallest fits")
-    return labelled("largest image", f"{shown(largest.size)}, limited by {largest.limit or 'memory'}")
-
-
-def images_json(run: "Run") -> dict[str, Any] | None:
-    """The images of each row; None without any."""
-    if (row := run.full_row) is None:
+def _row_of(run: "Run") -> "RowOfImages | None":
+    """The images of each row; None for rows of text, which need no image processor."""
+    if not run.full_row.attached:
         return None
+    from lean_finetune.memory.predict.assumed_images import RowOfImages
+
+    return run.full_row if isinstance(run.full_row, RowOfImages) else None
+
+
+def _largest(run: "Run", row: "RowOfImages", peak_bytes: int) -> "LargestImage":
+    from lean_finetune.memory.choice.largest_image import largest_image
+
+    return largest_image(run, row, run.fitting_bytes, peak_bytes)
+
+
+def largest_lines(run: "Run", peak_bytes: int) -> Iterator[str]:
+    """The largest image of the same shape with which a run of this peak fits."""
+    if (row := _row_of(run)) is None:
+        return
+    largest = _largest(run, row, peak_bytes)
+    if largest.size is None:
+        yield labelled("largest image", "not even the smallest fits")
+    else:
+        yield labelled("largest image", f"{shown(largest.size)}, limited by {largest.limit or 'memory'}")
+
+
+def images_json(run: "Run", peak_bytes: int) -> dict[str, Any]:
+    """The images of each row, and the largest with which a run of this peak fits; None without any."""
+    if (row := _row_of(run)) is None:
+        return {"images": None, "largest_image": None}
+    return {"images": _described(run, row), "largest_image": _largest(run, row, peak_bytes).as_json()}
+
+
+def _described(run: "Run", row: "RowOfImages") -> dict[str, Any]:
     return {
         "width": row.assumed.size.width,
         "height": row.assumed.size.height,

@@ -19,7 +19,7 @@ from cuda_memory.units import (
     significant,
 )
 from cuda_memory.user_paths import shell_line
-from lean_finetune.commands.fit_images import image_lines, images_json, largest_line
+from lean_finetune.commands.fit_images import image_lines, images_json, largest_lines
 from lean_finetune.config.rule import SWITCHED_OFF
 from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
@@ -37,7 +37,7 @@ from lean_finetune.memory.advice.verdict import (
     offloaded_first_step,
     room_bytes,
 )
-from lean_finetune.memory.advice.what_fits import LENGTH_STEP, Largest, find_limits, largest_image
+from lean_finetune.memory.advice.what_fits import LENGTH_STEP, Largest, find_limits
 from lean_finetune.memory.predict.first_step import FirstStep
 from lean_finetune.memory.predict.other_phases import loading_note
 from lean_finetune.memory.predict.peak import Prediction
@@ -101,8 +101,7 @@ def fit_lines(
     yield labelled("longest row", _tokens(limits.longest_row) or f"not even {LENGTH_STEP} tokens fit")
     batch = _tokens(limits.largest_max_tokens) or f"not even one row of {run.longest} tokens fits"
     yield labelled("largest micro-batch", batch)
-    if run.full_row is not None:
-        yield largest_line(largest_image(run, run.fitting_bytes, prediction.peak.bytes))
+    yield from largest_lines(run, prediction.peak.bytes)
     yield ""
     yield shown  # Again, because the first line scrolls away.
 
@@ -274,19 +273,16 @@ def fit_json(run: Run, prediction: Prediction, memory: PlanMemory | None) -> dic
         "smallest_gpu": limits.smallest_gpu,
         "longest_row_tokens": asdict(limits.longest_row),
         "largest_micro_batch_tokens": asdict(limits.largest_max_tokens),
-        "images": images_json(run),
-        "largest_image": None
-        if run.full_row is None
-        else largest_image(run, run.fitting_bytes, prediction.peak.bytes).as_json(),
+        **images_json(run, prediction.peak.bytes),
         "layers_traced": prediction.layers_traced,
         "params": _params(run),
     }
 
 
 def _params(run: Run) -> dict[str, Any]:
-    """The parameters of the run; of rows with images, with the lengths that these lead to."""
+    """The parameters of the run; of rows that carry more than text, with the lengths that this leads to."""
     params = run.params.model_dump()
-    if run.full_row is not None:
+    if run.full_row.attached:
         params["data"]["max_length"] = run.longest
         params["bucket"]["max_tokens"] = run.bucket.max_tokens
     return params

@@ -22,12 +22,14 @@ class ImageTower:
 
     rows_text = "rows with images"
     """How messages call rows that reach the parts."""
-    switch = "images"
-    """Name of the memory switch that freezes them."""
+    name = "images"
+    """What passes through them, and the name of the memory switch that freezes them."""
     task = "image-text-to-text"
     """What hubs call models with them."""
     kinds = ("vision", "projector")
     """Keys of section train that say how each kind of part is trained."""
+    smaller = "larger images are made smaller"
+    """What a lower limit of what rows carry does to the data."""
     parts = tuple(
         f"model.{name}"
         for name in (
@@ -82,9 +84,13 @@ class ImageTower:
         family = family_of_images(config.model_type)
         return None if family is None else family.mask_argument(config)
 
+    def has_family(self, model_type: str) -> bool:
+        """Whether a family is trained with images; others may have the same processor."""
+        return model_type in MODELS
+
     def refuse_family(self, model_type: str) -> None:
-        """Raise UserError if a family is not trained with images; others may have the same processor."""
-        if model_type not in MODELS:
+        """Raise UserError if a family is not trained with images."""
+        if not self.has_family(model_type):
             raise UserError(
                 f"model.name: {self.rows_text} are not offered for {model_type}; choose a model of "
                 f"{', '.join(MODELS)}, or name their column in data.ignore_columns to train the text alone"

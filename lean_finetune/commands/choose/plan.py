@@ -23,8 +23,7 @@ from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError
 from lean_finetune.core.file_names import refuse_link_out
 from lean_finetune.core.read_yaml import parse_yaml
 from lean_finetune.core.stage_command import StageCommand
-from lean_finetune.data.images.families import MODELS
-from lean_finetune.images.attachment import images_of
+from lean_finetune.islands.tower import TOWER
 from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.planner import pad_multiple
@@ -117,8 +116,8 @@ def plan(
     elif length is None and "data.max_length" not in asked.fixed:
         raise UsageFault("--data: name the rows to train, or the tokens of the longest one by --length")
     chosen, flags, step = chosen_sets(asked, rows, length, rows_known=lengths is None or not is_of_quantiles(lengths))
-    if (rows is None or lengths is not None) and chosen.start.run.config.model_type in MODELS:
-        echo("note: rows of text are assumed; --data names rows, whose images are counted", err=True)
+    if (rows is None or lengths is not None) and TOWER.has_family(chosen.start.run.config.model_type):
+        echo(f"note: rows of text are assumed; --data names rows, whose {TOWER.name} are counted", err=True)
     index = None if rows is None else rows.index.shortened(chosen.start.run.params.data.max_length)
     if not chosen.choices:
         fault = DoesNotFit(nothing_fits(chosen, lighter_that_fits(chosen, asked.fixed, index)))
@@ -218,7 +217,7 @@ def chosen_sets(
     """
     from lean_finetune.memory.choice.choose import choose
     from lean_finetune.memory.devices import resolve_gpu
-    from lean_finetune.memory.predict.assumed_images import most_images
+    from lean_finetune.memory.predict.assumed_images import assumed_of
     from lean_finetune.model.model_config import max_positions
     from lean_finetune.run.assets import Assets
 
@@ -226,8 +225,8 @@ def chosen_sets(
     device, _ = resolve_gpu(p.hardware.gpu)
     assets, index = Assets.named(p), None if rows is None else rows.index
     attached = () if index is None else index.attached
-    config, shown = assets.config_to_predict(p.train, attached), images_of(attached)
-    images = None if shown is None else most_images(shown, config, assets.directory, p.data)
+    config = assets.config_to_predict(p.train, attached)
+    assumed = assumed_of(attached, config, assets.directory, p.data)
     if "data.max_length" not in asked.fixed:
         if length is None:
             longest = p.data.max_length if index is None else round_up(int(index.lengths.max()), ROUNDED_LENGTH)
@@ -245,7 +244,7 @@ def chosen_sets(
     step = step_tokens_of(index if rows_known else None, p.train, share=share)
     p = with_step_tokens(p, step)
     p = p.model_copy(update={"train": assets.with_token_ids(p.train)})
-    return choose(p, config, device, asked.methods, asked.fixed, index, images=images), flags, step
+    return choose(p, config, device, asked.methods, asked.fixed, index, assumed=assumed), flags, step
 
 
 def nested(flags: Mapping[str, str]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PretrainedConfig
@@ -11,15 +10,11 @@ from cuda_memory.gpus import Device
 from cuda_memory.units import round_up
 from lean_finetune.config.load import with_flags
 from lean_finetune.config.schema import Bucket, Params
-from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.families import MODELS
-from lean_finetune.data.images.image_family import Size
-from lean_finetune.images.attachment import ImageShape
 from lean_finetune.memory.advice.run import Run, setting_on
 from lean_finetune.memory.devices import resolve_gpu
+from lean_finetune.memory.predict.assumed_rows import TEXT_ROW, TEXT_ROWS, AssumedRows, FullRow
 from lean_finetune.memory.predict.other_phases import stored_dtype
 from lean_finetune.memory.predict.traced_step import TracedSteps
-from lean_finetune.memory.trace.fake_batches import TEXT_ALONE
 from lean_finetune.memory.trace.gradients_alone import first_before
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.beside.whole_config import whole_config
@@ -31,20 +26,14 @@ from lean_finetune.run.assets import Assets
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.unsupported import refuse_unsupported
 
-if TYPE_CHECKING:
-    from lean_finetune.memory.predict.assumed_images import AssumedImages, RowOfImages
 
-
-def full_batch(
-    bucket: Bucket, length: int, kind: RowKind = RowKind.ANSWER, images: "RowOfImages | None" = None
-) -> BatchShape:
+def full_batch(bucket: Bucket, length: int, kind: RowKind = RowKind.ANSWER, row: FullRow = TEXT_ROW) -> BatchShape:
     """The largest micro-batch of rows of this length, with every token trained except the first of each row.
 
-    It has whole units of rows: pairs. With `images` in each row, whose tokens are not trained, it keeps
-    bucket.max_patches.
+    It has whole units of rows: pairs. `row`: what each row carries, which is not trained.
 
     Raises:
-        UserError: the images of one row have more patches than a micro-batch may have.
+        UserError: as `FullRow.carried`.
     """
     unit = kind.unit
     if bucket.mode == "packed":
@@ -57,21 +46,7 @@ def full_batch(
     rows = bucket.fixed_rows if bucket.mode == "fixed" else bucket.max_tokens // length
     rows = max(rows // unit, 1) * unit
     whole = BatchShape(rows=rows, length=length, supervised=rows * (length - 1), packed_lengths=None, kind=kind)
-    return whole if images is None else _with_images(whole, images, bucket.max_patches)
-
-
-def _with_images(shape: BatchShape, images: "RowOfImages", max_patches: int | None) -> BatchShape:
-    """The micro-batch with images in each row, with fewer rows if they have too many patches."""
-    rows = shape.rows
-    if max_patches is not None:
-        if images.row_patches > max_patches:
-            raise UserError(
-                "bucket.max_patches: the images of every row must fit in a micro-batch; those of a row have "
-                f"{images.row_patches} patches; got {max_patches}; raise it or lower data.image_max_pixels"
-            )
-        rows = min(rows, max_patches // images.row_patches)
-    trained = max(1, shape.length - 1 - images.row_tokens)
-    return replace(shape, rows=rows, supervised=rows * trained, attached=(ImageShape(sizes=(images.sizes,) * rows),))
+    return row.carried(whole, bucket)
 
 
 def largest_steps(shape: BatchShape, *, several: bool, in_flight: int = 1) -> TracedSteps:
@@ -96,11 +71,11 @@ def in_stages(run: Run, setting: Setting) -> Run:
     return replace(changed, steps=largest_steps(largest, several=True, in_flight=changed.in_flight))
 
 
-def fit_run(p: Params, *, shorten: bool = False, images: tuple[Size, int] | None = None) -> Run:
+def fit_run(p: Params, *, shorten: bool = False, assumed: AssumedRows = TEXT_ROWS) -> Run:
     """The run of some parameters with full rows. Of a hub model, only config.json is downloaded.
 
-    `shorten`: data.max_length is an assumption, which is lowered to the positions of the model. With `images`
-    every row has so many of that size, and an assumed data.max_length is the text beside them.
+    `shorten`: data.max_length is an assumption, which is lowered to the positions of the model. It is the
+    text beside what rows are `assumed` to carry.
 
     Raises:
         UserError: the device, the model or a parameter does not work.
@@ -110,13 +85,9 @@ def fit_run(p: Params, *, shorten: bool = False, images: tuple[Size, int] | None
     assets = Assets.named(p)
     p = p.model_copy(update={"train": assets.with_token_ids(p.train)})
     config = assets.config_to_predict(p.train)
-    assumed = None
-    if images is not None:
-        refuse_images(p, config)
-        config, (size, count) = whole_config(config), images
-        from lean_finetune.memory.predict.assumed_images import AssumedImages  # Here: most runs have rows of text.
-
-        assumed = AssumedImages(size=size, count=count, directory=assets.directory, beside_text=shorten)
+    assumed.refuse(p, config)
+    config = whole_config(config) if assumed.whole_model else config
+    assumed = assumed.for_model(assets.directory, beside_text=shorten)
     positions = max_positions(config)
     if shorten and positions and positions < p.data.max_length:
         p = with_flags(p, [f"data.max_length={positions}"])
@@ -126,42 +97,25 @@ def fit_run(p: Params, *, shorten: bool = False, images: tuple[Size, int] | None
     return run
 
 
-def refuse_images(p: Params, config: PretrainedConfig) -> None:
-    """Refuse rows with images for a model or an objective that does not take them."""
-    if config.model_type not in MODELS:
-        raise UserError(
-            f"model.name: rows with images are not offered for {config.model_type}; choose a model of "
-            f"{', '.join(MODELS)}"
-        )
-    if p.train.goal.compares:
-        raise UserError(
-            f"--image: rows with images are trained with objective sft alone; got {p.train.objective}; set "
-            "train.objective=sft, or leave --image out"
-        )
-
-
 def full_rows_run(
     p: Params,
     config: PretrainedConfig,
     device: Device,
     device_reason: str = "",
-    images: "AssumedImages | None" = None,
+    assumed: AssumedRows = TEXT_ROWS,
 ) -> Run:
     """A run with every micro-batch full of rows of data.max_length, all of their tokens trained.
 
-    With `images` in each row, all but those of the images. No row is known, so `auto` tokens per step are the most.
+    Those of what rows are `assumed` to carry are not. No row is known, so `auto` tokens per step are the most.
 
     Raises:
         UserError: the device, the model's rows or the steps do not suit a parameter.
     """
     p = with_step_tokens(p, step_tokens_of(None, p.train))
-    layout, bucket, longest = p.layout, p.bucket, p.data.max_length
-    row = None if images is None else images.made(config, p.data)
-    if row is not None:
-        longest = row.length(longest, max_positions(config))
-    length = round_up(longest, pad_multiple(p))
-    if row is not None and row.assumed.beside_text:
-        bucket = bucket.model_copy(update={"max_tokens": max(bucket.max_tokens, length)})
+    layout = p.layout
+    row = assumed.made(config, p.data)
+    length = round_up(row.length(p.data.max_length, max_positions(config)), pad_multiple(p))
+    bucket = row.bucket(p.bucket, length)
     shape = full_batch(bucket, length, p.train.row_kind, row)
     micro_batches = max(1, math.ceil(p.train.step_tokens / (shape.rows * shape.length) / layout.data))
     setting, precision_reason = setting_on(device, p, accumulates_gradients=micro_batches > 1)
@@ -187,15 +141,15 @@ def full_rows_run(
         micro_batches_per_step=micro_batches,
         nodes=p.run.nodes,
         reasons={"gpu": device_reason, "precision": precision_reason},
-        fakes=TEXT_ALONE if row is None else row.known,
+        fakes=row.fakes,
         full_row=row,
     )
 
 
 def remade(run: Run, p: Params) -> Run:
-    """A run with full rows of the same model, device and images, with other parameters.
+    """A run with full rows of the same model, device and assumed rows, with other parameters.
 
     Raises:
         UserError: as `full_rows_run`.
     """
-    return full_rows_run(p, run.config, run.device, images=None if run.full_row is None else run.full_row.assumed)
+    return full_rows_run(p, run.config, run.device, assumed=run.full_row.assumed)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from lean_finetune.memory.devices import (
     precision_on,
     resolve_gpu,
 )
+from lean_finetune.memory.predict.assumed_rows import TEXT_ROW, FullRow
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
 from lean_finetune.memory.predict.peak import Explanation, Prediction, predict, predict_explained
 from lean_finetune.memory.predict.process_memory import disk_state_bytes, host_shortage, host_state_bytes
@@ -52,10 +53,6 @@ from lean_finetune.rows.attachment import Attachment, measures_of
 from lean_finetune.run.assets import Assets
 from lean_finetune.step.token_rows import read_lengths
 from lean_finetune.step.unsupported import refuse_unsupported
-
-if TYPE_CHECKING:
-    from lean_finetune.memory.predict.assumed_images import RowOfImages
-
 
 CPU_KERNELS = (
     "on a CPU in 16 bits the process takes up to 1 GiB for kernels of new batch shapes, beside the predicted tensors "
@@ -117,8 +114,8 @@ class Run:
     """Why `gpu` and `precision` were chosen."""
     fakes: FakeBatches = TEXT_ALONE
     """Makes the micro-batches of traces."""
-    full_row: "RowOfImages | None" = None
-    """The images of each row, if every micro-batch is full of the same rows with images."""
+    full_row: FullRow = TEXT_ROW
+    """What each row carries, if every micro-batch is full of the same rows."""
 
     @cached_property
     def target(self) -> Target:
@@ -172,9 +169,8 @@ class Run:
     @property
     def attached(self) -> tuple[Attachment, ...]:
         """What the rows carry besides tokens."""
-        if self.full_row is not None:
-            return (self.full_row.attachment,)
-        return () if self.planned is None else self.planned.plan.attached
+        planned = () if self.planned is None else self.planned.plan.attached
+        return self.full_row.attached or planned
 
     @property
     def most(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ from lean_finetune.memory.advice.switch import (
     LESS_DATA,
     ROUNDED,
     SAME,
-    SMALLER_IMAGES,
+    SMALLER_PARTS,
     SMALLER_STEPS,
     UNCLIPPED,
     Support,
@@ -39,8 +39,6 @@ ROW_MULTIPLE = 8
 SAME_SPEED = 0.005
 """Slowdowns closer than this count as equal, because the cost model is no more accurate."""
 PAGED_NOTE = "8-bit optimizer state, paged from host memory"
-IMAGE_PARTS = (2, 4, 8, 16)
-"""Parts of an image's pixels that advice tries as data.image_max_pixels."""
 HARDEST = 9
 """Ease of shorter rows."""
 
@@ -240,7 +238,7 @@ class Space:
             try:
                 refuse_parts(setting.train, self._run.config)
                 self._costs.least_bytes(setting)
-            except UserError:  # Its heads or layers cannot be split so, or rows with images exclude the option.
+            except UserError:  # Its heads or layers cannot be split so, or its rows exclude the option.
                 continue
             yield option
 
@@ -331,8 +329,8 @@ def budgets_of(run: Run) -> Iterator[Option]:
         flags = flags_of({f"bucket.{key}": value for key, value in sizes.items()})
         yield Option(flags=flags, effect=SAME, ease=0, level=level, run=smaller)
     length = run.longest // 2 // ROW_MULTIPLE * ROW_MULTIPLE
-    if measures_of(run.attached):  # Shorter rows would cut images, and such rows are left out.
-        yield from _smaller_images(run, level)
+    if measures_of(run.attached):  # Shorter rows would cut it, and such rows are left out.
+        yield from _smaller_rows(run, level)
         return
     while length >= SHORTEST_ROW_TOKENS and not fixed:
         level += 1
@@ -368,24 +366,18 @@ def _within_less(run: Run, steps: TracedSteps, parts: int) -> Iterator[Option]:
         yield Option(flags=(f"bucket.{measure.limit}={most}",), effect=SAME, ease=0, level=0, run=smaller)
 
 
-def _smaller_images(run: Run, level: int) -> Iterator[Option]:
-    """Lower data.image_max_pixels by halves, as long as the processor makes fewer patches."""
-    row = run.full_row
-    if row is None:  # Of planned rows, tokens would change with the plan.
-        return
-    size, patches = row.assumed.size, row.patches
-    pixels = min(size.height * size.width, run.params.data.image_max_pixels or math.inf)
-    for part in IMAGE_PARTS:
-        flags = (f"data.image_max_pixels={int(pixels) // part}",)
+def _smaller_rows(run: Run, level: int) -> Iterator[Option]:
+    """Make what full rows carry smaller, as long as a model makes less of it; tokens of planned rows would change."""
+    size = run.full_row.size
+    for each in run.full_row.lighter(run.params.data):
         try:
-            smaller = remade(run, with_flags(run.params, flags))
-        except UserError:  # The family has no such limit, or it is below the fewest pixels.
+            smaller = remade(run, with_flags(run.params, (each,)))
+        except UserError:  # The family has no such limit, or it is below the least.
             return
-        assert smaller.full_row is not None
-        if smaller.full_row.patches < patches:
-            level, patches = level + 1, smaller.full_row.patches
+        if smaller.full_row.size < size:
+            level, size = level + 1, smaller.full_row.size
             work = smaller.longest / run.longest
-            yield Option(flags=flags, effect=SMALLER_IMAGES, ease=HARDEST, level=level, run=smaller, work=work)
+            yield Option(flags=(each,), effect=SMALLER_PARTS, ease=HARDEST, level=level, run=smaller, work=work)
 
 
 def _shorter_rows(run: Run, length: int) -> Run:

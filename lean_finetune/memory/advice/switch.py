@@ -9,19 +9,20 @@ from typing import Any, Literal
 
 from lean_finetune.config.field_types import SPLIT_WEIGHTS, Sharding
 from lean_finetune.config.parallel_layout import Dimension
+from lean_finetune.islands.tower import TOWER
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, LOGITS
 from lean_finetune.memory.trace.setting import Setting
 
 Values = Mapping[str, Any]
 """Values by dotted key of params.yaml."""
-SAME, ROUNDED, UNCLIPPED, SMALLER_STEPS, OTHER_WEIGHTS, SMALLER_IMAGES, LESS_DATA = range(7)
+SAME, ROUNDED, UNCLIPPED, SMALLER_STEPS, OTHER_WEIGHTS, SMALLER_PARTS, LESS_DATA = range(7)
 EFFECTS = (
     "same training result",
     "different rounding: the loss may differ slightly",
     "no gradient clipping",
     "smaller optimizer steps without gradient clipping",
     "trains different weights",
-    "changes the data: larger images are made smaller",
+    f"changes the data: {TOWER.smaller}",
     "rows are truncated to fewer tokens",
 )
 """Effects on learning, the least harmful first."""

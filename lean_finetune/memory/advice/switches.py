@@ -172,7 +172,7 @@ SWITCHES = [
         ease=6,
     ),
     Switch(
-        name=TOWER.switch,
+        name=TOWER.name,
         parameters=tuple(f"train.{kind}" for kind in TOWER.kinds),
         lighter=_frozen_parts,
         shown=_frozen_parts,

@@ -1,22 +1,18 @@
 """What fits: every single change of the run, the smallest GPU, the longest row and the largest micro-batch."""
 
-import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cuda_memory.gpus import BF16_CAPABILITY, GPUS, Device
 from cuda_memory.units import GIB, round_up
 from lean_finetune.config.declared_params import params_of_rules
-from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.config.load import keeps_rules
 from lean_finetune.config.schema import Bucket
-from lean_finetune.core.errors import RowFault, UserError
+from lean_finetune.core.errors import UserError
 from lean_finetune.core.progress import progress_bar
-from lean_finetune.data.images.image_family import Size
-from lean_finetune.memory.advice.full_rows import full_batch, full_rows_run, largest_steps
+from lean_finetune.memory.advice.full_rows import full_batch, largest_steps
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import Support, flags_of, set_options
@@ -27,9 +23,6 @@ from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.beside.whole_config import refuse_parts
 from lean_finetune.model.model_config import max_positions, row_loop
 from lean_finetune.model.quantize import method_fault
-
-if TYPE_CHECKING:
-    from lean_finetune.memory.predict.assumed_images import RowOfImages
 
 SweepPoint = tuple[tuple[str, ...], int]
 """Overrides for `dvc exp run -S` (none for the run itself), and the predicted peak in bytes."""
@@ -95,8 +88,6 @@ LENGTH_STEP = 64
 PRECISION = 64
 """A largest size is accurate to one part in this many, and exact below it."""
 MOST_TRACES = 8
-TRACES_WITH_IMAGES = 4
-"""With images in every row, whose traces take longer. A trained tower has one trace: all of its layers run."""
 REFUSED_BYTES = 1 << 62
 """The peak of what cannot be: it fits no device."""
 MOST_TOKENS = {"none": 10**6, "parts": 2**14, "tokens": 2**10}
@@ -138,7 +129,7 @@ def find_limits(run: Run, peak_bytes: int) -> Limits:
         bar.update()
         batch = largest_micro_batch(run, run.fitting_bytes, near)
         bar.update()
-    if peak_bytes <= run.fitting_bytes:  # The run itself fits; few traces with images may not find as much.
+    if peak_bytes <= run.fitting_bytes:  # The run itself fits; few traces may not find as much.
         longest = replace(longest, value=max(longest.value, run.longest))
         batch = replace(batch, value=max(batch.value, shape.rows * shape.length))
     return Limits(smallest_gpu=smallest, longest_row=longest, largest_max_tokens=batch)
@@ -192,16 +183,13 @@ def largest_micro_batch(run: Run, usable: int, near: Mapping[int, int]) -> Large
 
 def _traces(run: Run) -> int:
     """The most traces of a search."""
-    if run.full_row is None:
-        return MOST_TRACES
-    return TRACES_WITH_IMAGES if run.setting.train.vision == "frozen" else 1
+    return run.full_row.most_traces(run.setting.train, MOST_TRACES)
 
 
 def _peak(run: Run, length: int, *, units: int) -> int:
     """The predicted peak with micro-batches of so many such rows, or pairs of rows."""
     kind, row = run.setting.train.row_kind, run.full_row
-    if row is not None:
-        length = max(length, round_up(row.shortest_row, run.params.bucket.pad_multiple))
+    length = max(length, round_up(row.shortest_row, run.params.bucket.pad_multiple))
     sizes = {"max_tokens": units * kind.unit * length, "fixed_rows": units * kind.unit}
     shape = full_batch(run.bucket.model_copy(update=sizes), length, kind, row)
     steps = largest_steps(shape, several=run.micro_batches_per_step > 1, in_flight=run.in_flight)
@@ -243,100 +231,3 @@ def _guess(points: Mapping[float, int], usable: int, low: int) -> int:
     (a, peak_a), (b, peak_b) = sorted(points.items(), key=lambda point: abs(point[1] - usable))[:2]
     slope = (peak_b - peak_a) / (b - a)
     return 2 * low if slope <= 0 else int(a + (usable - peak_a) / slope)
-
-
-# The largest image, in the proportions of the assumed one, with which a run fits.
-
-UNIT_PIXELS = 1 << 14
-"""Images are tried in multiples of so many pixels, in which peaks grow linearly."""
-IMAGE_TRACES = 6
-TRAINED_TRACES = 2
-"""Of a tower that is trained: a trace of all its layers takes minutes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LargestImage:
-    """The answer."""
-
-    size: Size | None
-    """None if nothing fits."""
-    limit: str | None
-    """What limits it if that is not memory; None if it is."""
-
-    def as_json(self) -> dict[str, Any]:
-        """For `fit --json`."""
-        width, height = (None, None) if self.size is None else (self.size.width, self.size.height)
-        return {"width": width, "height": height, "limit": self.limit}
-
-
-def largest_image(run: Run, usable_bytes: int, peak_bytes: int) -> LargestImage:
-    """The largest image with which a run with full rows fits; `peak_bytes` is the run's own peak.
-
-    It was traced and fits; a larger one by more than one part in `PRECISION` of its pixels does not, or was not tried.
-    """
-    row = run.full_row
-    assert row is not None
-    most, limit = _most(run, row)
-    given = row.assumed.size.height * row.assumed.size.width / UNIT_PIXELS
-    trained = (run.setting.train.vision, run.setting.train.projector) != ("frozen", "frozen")
-    known: dict[float, int] = {given: peak_bytes}
-    for _ in range(TRAINED_TRACES if trained else IMAGE_TRACES):
-        units = _guess_units(known, usable_bytes, most)
-        if units in known or not units:
-            break
-        known[units] = _peak_with(run, row, units)
-    largest = max((units for units, size in known.items() if size <= usable_bytes), default=0)
-    if not largest:
-        return LargestImage(size=None, limit=None)
-    size = row.assumed.size if largest == given else scaled(row.assumed.size, int(largest))
-    return LargestImage(size=size, limit=limit if largest >= most else None)
-
-
-def _guess_units(known: Mapping[float, int], usable_bytes: int, most: int) -> int:
-    """The units to try next; those of a known peak, or none, if it is not worth it."""
-    if len(known) == 1:
-        return 1 if min(known) > 1 else 2
-    (a, peak_a), (b, peak_b) = sorted(known.items(), key=lambda point: abs(point[1] - usable_bytes))[:2]
-    fits = max((units for units, size in known.items() if size <= usable_bytes), default=0)
-    over = min((units for units, size in known.items() if size > usable_bytes), default=most + 1)
-    slope = (peak_b - peak_a) / (b - a)
-    guess = most if slope <= 0 else int((a + (usable_bytes - peak_a) / slope) * (1 - 1 / (2 * PRECISION)))
-    guess = min(guess, most, math.ceil(over) - 1)
-    return guess if guess > fits * (1 + 1 / PRECISION) else 0
-
-
-def scaled(size: Size, units: int) -> Size:
-    """An image of so many units in the proportions of another."""
-    scale = math.sqrt(units * UNIT_PIXELS / (size.height * size.width))
-    return Size(height=max(1, round(scale * size.height)), width=max(1, round(scale * size.width)))
-
-
-def _most(run: Run, row: "RowOfImages") -> tuple[int, str]:
-    """The most units that are worth trying, and why no more."""
-    size, counts = row.assumed.size, range(1, MAX_PIXELS // UNIT_PIXELS + 1)
-    most_patches = row.processor.patches(scaled(size, counts[-1]))
-    stop = 1 + bisect_left(counts, True, key=lambda units: row.processor.patches(scaled(size, units)) >= most_patches)
-    room = bisect_left(counts, True, key=lambda units: not _has_room(run, row.sized(scaled(size, units))))
-    if room < stop:
-        what = "the model's positions" if row.assumed.beside_text else "data.max_length"
-        return max(room, 1), what
-    own = "its image processor" if run.params.data.image_max_pixels is None else "data.image_max_pixels"
-    return stop, f"{own}: a larger one is made smaller, so any fits"
-
-
-def _has_room(run: Run, row: "RowOfImages") -> bool:
-    """Whether the images fit in the longest row and in bucket.max_patches."""
-    try:
-        row.length(run.params.data.max_length, max_positions(run.config))
-    except UserError:
-        return False
-    return run.bucket.max_patches is None or row.row_patches <= run.bucket.max_patches
-
-
-def _peak_with(run: Run, row: "RowOfImages", units: int) -> int:
-    """The predicted peak with images of so many units."""
-    images = replace(row.assumed, size=scaled(row.assumed.size, units))
-    try:
-        return full_rows_run(run.params, run.config, run.device, images=images).predict().peak.bytes
-    except (RowFault, UserError):  # Proportions that rounding makes extreme.
-        return REFUSED_BYTES

@@ -17,7 +17,7 @@ from lean_finetune.memory.advice.switches import LIGHTER_METHODS
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP, generation, longest_fitting_row, smallest_gpu
 from lean_finetune.memory.choice.fastest import MOST_CHOICES, Choice, FastestSets
 from lean_finetune.memory.choice.plain_run import Start, plain_start
-from lean_finetune.memory.predict.assumed_images import AssumedImages
+from lean_finetune.memory.predict.assumed_rows import TEXT_ROWS, AssumedRows
 from lean_finetune.plan.optimizer_steps import RowIndex
 
 BEST: tuple[Method, ...] = ("full", "lora", "qlora")
@@ -48,7 +48,7 @@ class Chosen:
     lost: Sequence[Lost]
     """Methods with better quality that do not fit."""
     sets: FastestSets
-    images: AssumedImages | None
+    assumed: AssumedRows
     """Those of every row that was predicted."""
 
     @property
@@ -65,13 +65,13 @@ def choose(
     fixed: Collection[str],
     index: RowIndex | None,
     most: int = MOST_CHOICES,
-    images: AssumedImages | None = None,
+    assumed: AssumedRows = TEXT_ROWS,
 ) -> Chosen:
     """The fastest sets, `most` of them, of the first of `methods` that fits.
 
     Parameters in `fixed` keep their values. Of several methods, one that moves weights or optimizer state to the host
     is taken only if none fits without that. `index`: the rows; None means full ones of data.max_length. Those that are
-    predicted have `images` in each row.
+    predicted carry what is `assumed`.
 
     Raises:
         UserError: the model, the device or a parameter does not suit the only method.
@@ -81,7 +81,7 @@ def choose(
     for on_device in (True, False) if len(methods) > 1 else (False,):
         for method in methods if on_device or len(methods) == 1 else methods[-1:]:
             try:
-                start = plain_start(p, config, device, method, fixed, index, images)
+                start = plain_start(p, config, device, method, fixed, index, assumed)
             except UserError as error:
                 if len(methods) == 1:
                     raise
@@ -89,12 +89,12 @@ def choose(
                 continue
             last = FastestSets(start, partial(_wanted, fixed, on_device))
             if last.find(ROUNDED if on_device else UNCLIPPED, most):
-                return Chosen(choices=last.choices, start=start, lost=lost, sets=last, images=images)
+                return Chosen(choices=last.choices, start=start, lost=lost, sets=last, assumed=assumed)
             least_bytes, most_bytes = least_needed(last)
             lost.append(Lost(method=method, why=None, least_bytes=least_bytes, most_bytes=most_bytes))
     if last is None:
         raise UserError(lost[-1].why or "")
-    return Chosen(choices=(), start=last.start, lost=lost, sets=last, images=images)
+    return Chosen(choices=(), start=last.start, lost=lost, sets=last, assumed=assumed)
 
 
 BF16_UPDATES = {"train.master_weights": "false", "train.optimizer": "adamw_8bit", "train.offload": "none"}
@@ -112,7 +112,7 @@ def faster_with_bf16_updates(chosen: Chosen, fixed: Collection[str], index: RowI
         return None
     p = with_flags(run.params, [f"{key}={value}" for key, value in BF16_UPDATES.items()], check=False)
     found = choose(
-        p, run.config, run.device, (chosen.method,), {*fixed, *BF16_UPDATES}, index, most=1, images=chosen.images
+        p, run.config, run.device, (chosen.method,), {*fixed, *BF16_UPDATES}, index, most=1, assumed=chosen.assumed
     )
     return found if found.choices else None
 
@@ -169,7 +169,7 @@ def lighter_that_fits(chosen: Chosen, fixed: Collection[str], index: RowIndex | 
     """The answer for the best method with less memory than the one that does not fit; None if none fits."""
     run = chosen.start.run
     for method in LIGHTER_METHODS[chosen.method] if "train.method" not in fixed else ():
-        found = choose(run.params, run.config, run.device, (method,), fixed, index, most=1, images=chosen.images)
+        found = choose(run.params, run.config, run.device, (method,), fixed, index, most=1, assumed=chosen.assumed)
         if found.choices:
             return found
     return None

@@ -12,10 +12,11 @@ from lean_finetune.config.field_types import Method
 from lean_finetune.config.load import with_flags
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.full_rows import full_rows_run, refuse_images
+from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.switch import Values, flags_of
 from lean_finetune.memory.advice.switches import with_method
+from lean_finetune.memory.predict.assumed_images import REFUSALS
 from lean_finetune.memory.predict.layer_repetition import find_repetition, with_layers
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.experts.experts_forward import has_experts
@@ -100,7 +101,7 @@ def abilities(p: Params, config: PretrainedConfig, device: Device) -> Iterator[A
         "text": partial(_train, p, small, device, method),
         "packed text": partial(_pack, p, small, device, packed),
     }
-    yield _tried("rows", {**rows, "images": partial(refuse_images, p, config)})
+    yield _tried("rows", {**rows, **{name: partial(refuse, p, config) for name, refuse in REFUSALS.items()}})
     yield _tried("switches", trials({**SWITCHES, **(EXPERTS if has_experts(meta_model(small)) else {})}))
     yield _tried("several GPUs", trials({name: {"hardware.num_gpus": 2, **values} for name, values in MODES.items()}))
 

@@ -23,7 +23,7 @@ from lean_finetune.memory.advice.step_cost import tokens_per_second
 from lean_finetune.memory.advice.switch import LOSS_CHUNK_TOKENS, SAME, flags_of
 from lean_finetune.memory.advice.switches import with_method
 from lean_finetune.memory.devices import precision_on
-from lean_finetune.memory.predict.assumed_images import AssumedImages
+from lean_finetune.memory.predict.assumed_rows import TEXT_ROWS, AssumedRows
 from lean_finetune.model.attention.kernels import FLASH_CAPABILITY
 from lean_finetune.model.beside.whole_config import is_whole
 from lean_finetune.model.model_config import refuse_packed_rows
@@ -66,11 +66,11 @@ def plain_start(
     method: Method,
     fixed: Collection[str],
     index: RowIndex | None,
-    images: AssumedImages | None = None,
+    assumed: AssumedRows = TEXT_ROWS,
 ) -> Start:
     """The plain run of a method. Parameters in `fixed` keep their values. `index`: the rows; None means full ones.
 
-    `images`: those of every full row.
+    `assumed`: what every full row carries.
 
     Raises:
         UserError: the model, the device or a parameter does not suit the method.
@@ -89,7 +89,7 @@ def plain_start(
     sized = {"bucket.mode": mode, "bucket.max_tokens": tokens}
     flags += flags_of({key: value for key, value in sized.items() if key not in fixed})
     changed = with_flags(p, flags)
-    run, filled = _with_rows(full_rows_run(changed, config, device, images=images), index)
+    run, filled = _with_rows(full_rows_run(changed, config, device, assumed=assumed), index)
     resized = "bucket.max_tokens" not in fixed and mode != "fixed" and not changed.train.optimizer_in_backward
     sizes = _sizes(run, index, length) if resized else ()
     return Start(run=run, sizes=tuple(sizes), flags=tuple(flags), mode=why, filled=filled)

@@ -17,8 +17,9 @@ from lean_finetune.data.images.published_processor import PUBLISHED, published_p
 from lean_finetune.images.attachment import sizes_of
 from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.what_fits import largest_image, scaled
+from lean_finetune.memory.choice.largest_image import largest_image, scaled
 from lean_finetune.memory.choice.plain_run import plain_start
+from lean_finetune.memory.predict.assumed_images import AssumedImages, RowOfImages
 from lean_finetune.memory.predict.depth_extrapolation import WindowTrace
 from lean_finetune.memory.predict.traced_step import _trace_steps
 from tests.small_vision import vision_model
@@ -45,7 +46,13 @@ FROM_CONFIG = [family for family in FAMILIES if not family.startswith("gemma4")]
 
 def run_of(model: Path, *flags: str, shorten: bool = False, images: tuple[Size, int] = IMAGES) -> Run:
     named = [f"model.name={model}", "hardware.gpu=24GiB", "data.max_length=256", "bucket.max_tokens=512"]
-    return fit_run(with_flags(load_params(COMMON_PARAMS), [*named, *flags]), shorten=shorten, images=images)
+    assumed = AssumedImages(size=images[0], count=images[1])
+    return fit_run(with_flags(load_params(COMMON_PARAMS), [*named, *flags]), shorten=shorten, assumed=assumed)
+
+
+def row_of(run: Run) -> RowOfImages:
+    assert isinstance(run.full_row, RowOfImages)
+    return run.full_row
 
 
 @pytest.mark.parametrize("family", FROM_CONFIG)
@@ -92,7 +99,7 @@ def test_a_kernel_that_takes_no_mask_is_refused_before_anything_is_traced(models
 def test_images_are_part_of_the_row_unless_its_length_is_an_assumption(models: Path):
     model = models / "configs" / "qwen2_5_vl"
     given, assumed = run_of(model), run_of(model, shorten=True)
-    assert given.full_row is not None and given.full_row.tokens == 4 * 7 and given.full_row.patches == 4 * 28
+    assert row_of(given).tokens == 4 * 7 and row_of(given).patches == 4 * 28
     (shape,) = given.steps[0][1:]
     assert (shape.rows, shape.length) == (2, 256)
     assert shape.supervised == 2 * (255 - 2 * 28) and sizes_of(shape.attached) == (((112, 196),) * 2,) * 2
@@ -102,7 +109,7 @@ def test_images_are_part_of_the_row_unless_its_length_is_an_assumption(models: P
 def test_limits_of_pixels_and_patches_count_as_in_a_plan(models: Path):
     model = models / "configs" / "qwen2_5_vl"
     smaller = run_of(model, f"data.image_max_pixels={112 * 196 // 4}")
-    assert smaller.full_row is not None and smaller.full_row.patches < 112 // 2
+    assert row_of(smaller).patches < 112 // 2
     assert run_of(model, "bucket.max_patches=300").steps[0][-1].rows == 1
     with pytest.raises(UserError, match=r"bucket.max_patches: .* have 224 patches; got 200; raise it"):
         run_of(model, "bucket.max_patches=200")
@@ -113,7 +120,6 @@ def test_limits_of_pixels_and_patches_count_as_in_a_plan(models: Path):
 def test_every_micro_batch_that_plan_chooses_from_has_images(models: Path):
     """Switches chosen for the text alone."""
     run = run_of(models / "configs" / "qwen2_5_vl", "train.tokens_per_step=1024")
-    assert run.full_row is not None
     start = plain_start(run.params, run.config, run.device, "qlora", (), None, run.full_row.assumed)
     runs = [start.run, *(size.run for size in start.sizes)]
     assert [one.steps[-1][-1].rows for one in runs] == [4, 3, 2, 1]
@@ -153,7 +159,7 @@ def test_layers_of_a_frozen_tower_that_are_skipped_change_no_event(models: Path,
 def test_the_largest_image_fits_and_a_larger_one_does_not(models: Path):
     run = run_of(models / "configs" / "qwen2_5_vl", "data.image_max_pixels=20000000", shorten=True)
     usable = run_of(models / "configs" / "qwen2_5_vl", shorten=True, images=(Size(300, 525), 2)).predict().peak.bytes
-    found = largest_image(run, usable, run.predict().peak.bytes)
+    found = largest_image(run, row_of(run), usable, run.predict().peak.bytes)
     assert found.size is not None and found.limit is None
     assert found.size.width / found.size.height == pytest.approx(196 / 112, rel=0.01)
     peaks = [

@@ -11,9 +11,10 @@ from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search_space import MICRO_BATCH, Space, budgets_of
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import EFFECTS, OTHER_WEIGHTS, SMALLER_IMAGES, Support
+from lean_finetune.memory.advice.switch import EFFECTS, OTHER_WEIGHTS, SMALLER_PARTS, Support
 from lean_finetune.memory.advice.verdict import answer
 from lean_finetune.memory.advice.what_fits import single_changes
+from lean_finetune.memory.predict.assumed_images import AssumedImages
 from tests.memory.common import card_for, setting_of
 from tests.small_vision import vision_model
 
@@ -31,7 +32,7 @@ def run_of(model: Path, *flags: str, gpu: str = "24GiB", shorten: bool = False) 
     named = [f"model.name={model}", f"hardware.gpu={gpu}", "data.max_length=512", "estimate.headroom_percent=0"]
     fixed = ["bucket.max_tokens=2048", "run.progress=false"]
     p = with_flags(load_params(COMMON_PARAMS), [*named, *fixed, *flags])
-    return fit_run(p, shorten=shorten, images=(Size(280, 560), 2))
+    return fit_run(p, shorten=shorten, assumed=AssumedImages(size=Size(280, 560), count=2))
 
 
 def test_patches_are_halved_before_tokens_and_images_shrink_last(model: Path):
@@ -46,13 +47,13 @@ def test_patches_are_halved_before_tokens_and_images_shrink_last(model: Path):
         *(f"bucket.max_patches={patches // 4}", "bucket.max_tokens=512"),
     ]
     assert names[4:6] == ["data.image_max_pixels=78400", "data.image_max_pixels=39200"]
-    assert all(option.effect == SMALLER_IMAGES for option in options[4:])
-    assert EFFECTS[SMALLER_IMAGES].startswith("changes the data")
+    assert all(option.effect == SMALLER_PARTS for option in options[4:])
+    assert EFFECTS[SMALLER_PARTS].startswith("changes the data")
     fewer, smaller = options[0].run, options[4].run
     assert fewer.steps[0][-1].rows == 2 and fewer.micro_batches_per_step == 2 * run.micro_batches_per_step
-    assert smaller.full_row is not None and smaller.full_row.patches < 420
+    assert 0 < smaller.full_row.size < 420
     # A row whose text is given gets shorter, and its step takes less time.
-    shorter = next(option for option in budgets_of(run_of(model, shorten=True)) if option.effect == SMALLER_IMAGES)
+    shorter = next(option for option in budgets_of(run_of(model, shorten=True)) if option.effect == SMALLER_PARTS)
     assert shorter.work < 1
 
 

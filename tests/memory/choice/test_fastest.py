@@ -127,13 +127,13 @@ def test_other_sets_are_predicted_with_the_images_of_the_rows(monkeypatch: pytes
     size = Size(height=84, width=112)
     images = AssumedImages(size=size, count=2, directory=Path(), beside_text=False)
     given: list[object] = []
-    chosen = dataclasses.replace(chosen_on(4096, "full"), images=images)
+    chosen = dataclasses.replace(chosen_on(4096, "full"), assumed=images)
     nothing = dataclasses.replace(chosen, choices=())
     on_host = chosen.start.run.setting.with_train(master_weights=True, offload="optimizer")
     best = dataclasses.replace(chosen.choices[0], run=dataclasses.replace(chosen.choices[0].run, setting=on_host))
 
     def noted(*args: object, **options: object) -> Chosen:
-        given.append(options["images"])
+        given.append(options["assumed"])
         return nothing
 
     monkeypatch.setattr(choose_module, "choose", noted)
