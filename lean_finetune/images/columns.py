@@ -25,7 +25,7 @@ from lean_finetune.data.images.image_files import (
 )
 from lean_finetune.data.images.image_store import ImageStore, StoredImage
 from lean_finetune.data.images.named_images import refuse_changed_images
-from lean_finetune.data.images.processor import ImageProcessor
+from lean_finetune.data.images.processor import ImageProcessor, image_family
 from lean_finetune.images.fill_images import RowImages
 from lean_finetune.rows.columns import InspectedRows, RowColumns
 
@@ -91,7 +91,7 @@ class ImageColumns(RowColumns):
     @classmethod
     def of(cls, rows: InspectedRows) -> Self | None:
         """See the base class."""
-        if rows.kind.compared or not any(one.images for one in rows.sources):
+        if rows.kind.compared or not any(one.takes_others for one in rows.sources):
             return None
         patch = rows.tokenizer_lock.get("vision_patch")
         return cls(
@@ -99,6 +99,11 @@ class ImageColumns(RowColumns):
             max_pixels=rows.data.image_max_pixels,
             min_pixels=rows.data.image_min_pixels,
         )
+
+    @classmethod
+    def model_takes(cls, directory: Path) -> bool:
+        """See the base class."""
+        return image_family(directory) is not None
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -127,9 +132,9 @@ class ImageColumns(RowColumns):
 
     def value(self, row: Mapping[str, Any], example: "Example", source: "SourceFormat", file: int) -> Images:
         """See the base class."""
-        if not isinstance(example, Conversation) or not example.images:
+        if not isinstance(example, Conversation) or not example.others:
             return ()
-        return self.images.stored(example.images, self.directories[file])
+        return self.images.stored(example.others, self.directories[file])
 
     def filled(self, segments: "list[list[TextSegment]]", value: Images) -> "list[list[TextSegment]]":
         """See the base class."""

@@ -3,6 +3,8 @@
 Beside `attachments`, so that the code that makes tokens is not that of models and batches.
 """
 
+from pathlib import Path
+
 from lean_finetune.images.columns import ImageColumns
 from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.preferences.labels import LabelColumns
@@ -15,6 +17,11 @@ COLUMNS: tuple[type[RowColumns], ...] = (LabelColumns, ImageColumns, WeightColum
 def carried_keys(kind: RowKind) -> tuple[str, ...]:
     """Keys of what rows of a kind may carry, for which data.columns may name a column."""
     return tuple(key for one in COLUMNS for key in one.keys(kind))
+
+
+def model_takes_others(directory: Path) -> bool:
+    """Whether the model in a directory takes something in the place of text. Raises UserError if a file is damaged."""
+    return any(one.model_takes(directory) for one in COLUMNS)
 
 
 def columns_of(rows: InspectedRows) -> tuple[RowColumns, ...]:

@@ -379,3 +379,15 @@ def adapter_on_hub(name: str, revision: str | None) -> dict[str, Any]:
         found = f" (only {pickles[0]}, a pickle, which can run code)" if pickles else ""
         raise UserError(f"model.adapter: {name} at {commit[:12]} has no {missing[0]}{found}; name a LoRA adapter")
     return {"revision": commit, "files": {file: everything[file][1] for file in ADAPTER_FILES}}
+
+
+def rows_directory(file: DataFile) -> Path | None:
+    """The directory to which paths in a file's rows are relative; None for a file on the hub, which has none.
+
+    A temporary experiment runs in a copy without what git ignores, such as files that rows
+    name: they are in the user's checkout.
+    """
+    if file.path is None or file.repo_id:
+        return None
+    directory = Path(file.name).parent
+    return file.path.parent if directory.is_absolute() else find_source(str(directory), "data.source")

@@ -69,6 +69,11 @@ class RowColumns(ABC):
         """Keys beside those of formats, for which data.columns may name a column in rows of a kind."""
         return ()
 
+    @classmethod
+    def model_takes(cls, directory: Path) -> bool:
+        """Whether the model in a directory takes it in the place of text. Raises UserError if a file is damaged."""
+        return False
+
     @property
     def metadata(self) -> dict[str, str]:
         """Metadata of the index."""

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from lean_finetune.commands.tuned.tuned_files import named_by_option
 from lean_finetune.core.errors import RowFault, UsageFault, UserError
 from lean_finetune.data.chat.control_tokens import TextSegment
-from lean_finetune.data.format.format_base import IMAGE_COLUMNS, Conversation, GivenImage, ImageContent, Message
+from lean_finetune.data.format.format_base import Conversation, Message
+from lean_finetune.data.format.given_images import IMAGE_COLUMNS, IMAGE_PARTS, GivenImage, ImageContent
 from lean_finetune.data.format.image_tags import PATH_TAG
-from lean_finetune.data.format.messages import IMAGE_PARTS, read_content
+from lean_finetune.data.format.messages import read_content
 from lean_finetune.data.format.row_images import column_images, given_image, in_front, placed
 from lean_finetune.data.images.image_files import IMAGES, ImageFiles
 from lean_finetune.data.images.image_store import ImageStore, StoredImage
@@ -189,8 +190,8 @@ def conversation_of(
     parts: list[ImageContent] = []
     for number, message in enumerate(messages, start=1):
         texts.append(dict(message))
-        parts += read_content(texts[-1], str(message.get("role")), f"message {number}", "content").images
-    example = Conversation(messages=texts, tools=row.get("tools"), image_parts=tuple(parts))
+        parts += read_content(texts[-1], str(message.get("role")), f"message {number}", "content").others
+    example = Conversation(messages=texts, tools=row.get("tools"), other_parts=tuple(parts))
     return placed(example, [*shown, *column_images(row)])
 
 

@@ -10,7 +10,8 @@ from lean_finetune.commands.tuned.conversation import Prompter
 from lean_finetune.commands.tuned.prompt_images import TEXT_ALONE, PromptImages, conversation_of
 from lean_finetune.commands.tuned.tuned_model import TunedModel
 from lean_finetune.core.errors import RowFault, UserError
-from lean_finetune.data.format.format_base import GivenImage, Message
+from lean_finetune.data.format.format_base import Message
+from lean_finetune.data.format.given_images import GivenImage
 from lean_finetune.data.format.row_images import column_images
 from lean_finetune.data.images.image_store import StoredImage
 from lean_finetune.data.read.decode_rows import parse_line
@@ -65,7 +66,7 @@ class PromptReader:
             return PromptLine(row, self.prompter.of_messages(messages, row.get("tools")), ())
         if self.images is None:
             raise RowFault(f"it has images, and {self.tuned.directory} {TEXT_ALONE}; remove them")
-        stored = self.images.stored(example.images, directory)
+        stored = self.images.stored(example.others, directory)
         return PromptLine(row, self.images.ids(example.messages, example.tools, stored), stored)
 
 

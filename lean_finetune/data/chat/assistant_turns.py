@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lean_finetune.core.errors import RowFault
-from lean_finetune.data.chat.compiled_template import CompiledTemplate, content_parts, rendering
+from lean_finetune.data.chat.compiled_template import CompiledTemplate, rendering
 from lean_finetune.data.chat.control_tokens import any_of
 from lean_finetune.data.format.format_base import Conversation, Message
+from lean_finetune.data.format.given_images import content_parts
 
 _ASK, _ANSWER = {"role": "user", "content": "zqask"}, {"role": "assistant", "content": "zqanswer"}
 _CALL = {"type": "function", "id": "a1B2c3D4e", "function": {"name": "zqcall", "arguments": {"zqkey": "zqvalue"}}}

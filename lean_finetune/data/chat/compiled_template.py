@@ -25,7 +25,8 @@ from lean_finetune.data.chat.control_tokens import (
     WRITES_MARKS,
     split_at_marks,
 )
-from lean_finetune.data.format.format_base import IMAGE, Conversation, Message
+from lean_finetune.data.format.format_base import Conversation, Message
+from lean_finetune.data.format.given_images import with_parts
 from lean_finetune.data.read.worker_memory import limited_memory_growth
 
 # Limits on what a chat template may use: memory, the time of a processor, the size of integers.
@@ -248,7 +249,7 @@ class CompiledTemplate:
         try:
             context = self._template.new_context(
                 {
-                    "messages": with_image_parts(messages if self._form is None else self._form(messages)),
+                    "messages": with_parts(messages if self._form is None else self._form(messages)),
                     "tools": tools,
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,
@@ -284,25 +285,6 @@ class CompiledTemplate:
             raise RowFault(
                 f"the chat template {limit_met(error)} the conversation; correct it, or shorten that"
             ) from None
-
-
-def with_image_parts(messages: list[Message]) -> list[Message]:
-    """The messages, with the contents that have images as lists of parts, as templates take them."""
-    if not any([IMAGE in message["content"] for message in messages]):  # A list comprehension: every row comes here.
-        return messages
-    return [
-        {**message, "content": content_parts(message["content"])} if IMAGE in message["content"] else message
-        for message in messages
-    ]
-
-
-def content_parts(text: str) -> list[dict[str, str]]:
-    """A text with places of images as parts: one of text if it has none."""
-    first, *others = text.split(IMAGE)
-    parts: list[dict[str, str]] = [{"type": "text", "text": first}]
-    for other in others:
-        parts += [{"type": "image"}, {"type": "text", "text": other}]
-    return [part for part in parts if part.get("text") != ""] if others else parts
 
 
 def rendering(

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import orjson
 
 from lean_finetune.core.errors import RowFault, UserError
+from lean_finetune.data.format.given_images import IMAGE, IMAGE_COLUMNS, GivenImage, ImageContent, keys_of
 from lean_finetune.data.format.row_values import show, with_turns
 from lean_finetune.data.format.usual_columns import suggested_columns, suggested_pair_columns, usual_columns
 from lean_finetune.objectives.row_kind import RowKind
@@ -21,36 +22,9 @@ PROMPT_ROLES = ("user", "tool")
 
 Message = dict[str, Any]
 
-IMAGE = "\ufdd6"
-"""The character in a message's text where an image stands: a noncharacter, which Unicode reserves for internal use."""
-IMAGE_COLUMNS = ("images", "image")
-"""Columns of a row's images. data.columns can name another one for the first."""
-
 
 class EmptyAnswer(RowFault):
     """A trained turn is empty, so the model would learn only to end it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GivenImage:
-    """An image as its row gives it: by its path, or as its content. Nothing was read or decoded."""
-
-    path: str | None
-    """Absolute, or relative to the directory of the row's file. Beside `data` it is only a name."""
-    data: bytes | None
-
-    def key(self) -> str:
-        """The hash of the content, or else the path."""
-        return self.path or "" if self.data is None else f"sha256:{hashlib.sha256(self.data).hexdigest()}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageContent:
-    """A content part with an image, or with the place of one; `row_images` reads it."""
-
-    where: str
-    """The message, for faults."""
-    part: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +32,14 @@ class Conversation:
     """A row for the chat template. Every assistant turn that is not in `context` is trained."""
 
     messages: list[Message]
-    """Each with a known `role` and text in `content`, with an `IMAGE` where an image stands."""
+    """Each with a known `role` and text in `content`, with an `IMAGE` where something else than text stands."""
     tools: list[Any] | None
     context: frozenset[int] = frozenset()
     """Indices in `messages` of assistant turns that are shown but not trained (weight 0, or part of a prompt)."""
-    images: tuple[GivenImage, ...] = ()
-    """In the order of their places in all messages."""
-    image_parts: tuple[ImageContent, ...] = ()
-    """The content parts that `parse_row` turns into `images`; empty in what it returns."""
+    others: tuple[GivenImage, ...] = ()
+    """What is no text, in the order of its places in all messages."""
+    other_parts: tuple[ImageContent, ...] = ()
+    """The content parts that `parse_row` turns into `others`; empty in what it returns."""
 
     def trained_turns(self) -> list[int]:
         """Indices in `messages` of the turns that are trained."""
@@ -78,16 +52,16 @@ class Conversation:
     def prompt_key(self) -> bytes:
         """Everything before the first answer to a question: conversations that begin alike have equal keys.
 
-        A greeting before the first question belongs to the key. Without any question the key is the whole row. The
-        images of these messages belong to it too.
+        A greeting before the first question belongs to the key. Without any question the key is the whole row. What
+        these messages have beside text belongs to it too.
         """
         roles = [message["role"] for message in self.messages]
         question = next((n for n, role in enumerate(roles) if role in PROMPT_ROLES), len(roles))
         first = next((n for n in self.turns() if n > question), None)
         key = {"messages": self.messages[:first], "tools": self.tools}
-        if self.images:
+        if self.others:
             shown = sum(message["content"].count(IMAGE) for message in self.messages[:first])
-            key["images"] = [image.key() for image in self.images[:shown]]
+            key |= keys_of(self.others[:shown])
         return canonical(key)
 
     def has_empty_answer(self) -> bool:
@@ -279,8 +253,8 @@ class SourceFormat:
     """Whether all its rows are held out."""
     kind: RowKind = RowKind.ANSWER
     """What its rows are for the objective."""
-    images: bool = False
-    """Whether the model takes images. If not, rows with images are refused."""
+    takes_others: bool = False
+    """Whether the model takes more than text. If not, rows with more are refused."""
     scored: bool = False
     """Whether the objective trains a reward model."""
     carried: tuple[str, ...] = ()
@@ -298,8 +272,8 @@ class SourceFormat:
     @cached_property
     def columns_read(self) -> frozenset[str]:
         """All columns that the format reads, by the source's names."""
-        images = IMAGE_COLUMNS if self.images else ()
-        return frozenset(map(self.column, (*self.row_format.keys, *self.kind.labels, *images, *self.carried)))
+        others = IMAGE_COLUMNS if self.takes_others else ()
+        return frozenset(map(self.column, (*self.row_format.keys, *self.kind.labels, *others, *self.carried)))
 
 
 def formats_of(kind: RowKind) -> dict[str, RowFormat]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from cuda_memory.units import counted
 from lean_finetune.core.errors import RowFault
-from lean_finetune.data.format.format_base import GivenImage
+from lean_finetune.data.format.given_images import GivenImage
 from lean_finetune.data.format.row_values import list_or_nothing
 
 TAG = "<image>"

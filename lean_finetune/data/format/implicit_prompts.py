@@ -6,7 +6,8 @@ from os.path import commonprefix
 from typing import Any
 
 from lean_finetune.core.errors import RowFault
-from lean_finetune.data.format.format_base import IMAGE_COLUMNS, PROMPT_ROLES, Message
+from lean_finetune.data.format.format_base import PROMPT_ROLES, Message
+from lean_finetune.data.format.given_images import IMAGE_COLUMNS
 from lean_finetune.data.format.row_values import is_given, is_turns, show
 
 # Where a turn begins in a transcript: with a name at the beginning of a line, or a control token of a chat template.

@@ -6,12 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lean_finetune.core.errors import RowFault
-from lean_finetune.data.format.format_base import (
-    IMAGE,
-    ROLES,
-    ImageContent,
-    Message,
-)
+from lean_finetune.data.format.format_base import ROLES, Message
+from lean_finetune.data.format.given_images import IMAGE, IMAGE_PARTS, OTHER_PARTS, ImageContent
 from lean_finetune.data.format.row_values import is_given, list_or_nothing, parse_json, parse_text, show
 from lean_finetune.data.format.unread_columns import TRAINED_KEYS, looks_like_mark, pop_marks, refuse_media
 
@@ -64,9 +60,7 @@ TEXT_PARTS, TEXT_KEYS = ("text", "input_text", "output_text"), ("text", "value",
 # Parts of an answer, as LLaMA-Factory and gpt-oss write them.
 REASONING_PARTS, REASONING_PART_KEYS = ("reasoning", "thinking"), ("value", "text", "thinking", "reasoning")
 CALL_PARTS, CALL_PART_KEYS = ("tool_call",), ("value", "tool_call")
-IMAGE_PARTS = ("image", "image_url", "input_image")
-_PARTS = (*TEXT_PARTS, *(start + kind for start in ("", "input_") for kind in ("image", "audio", "video", "file")))
-_PARTS += ("image_url", "audio_url", "video_url")
+_PARTS = (*TEXT_PARTS, *OTHER_PARTS)
 REASONING = "reasoning_content"
 """The message key that reasoning parts become."""
 
@@ -75,14 +69,14 @@ class _Parts(NamedTuple):
     """What the parts of a content have beside text."""
 
     calls: Sequence[Any] = ()
-    images: Sequence[ImageContent] = ()
+    others: Sequence[ImageContent] = ()
 
 
 def read_content(message: Message, role: str, where: str, text_key: str) -> _Parts:
-    """Replace a message's content by its text and its reasoning; return the tool calls and images among its parts.
+    """Replace a message's content by its text and its reasoning; return the tool calls and others of its parts.
 
-    The text has an `IMAGE` for each image. `text_key` is the row's name of the content. Raises RowFault if the
-    content has something else than text and images.
+    The text has an `IMAGE` for each of these. `text_key` is the row's name of the content. Raises RowFault if the
+    content has something else than text and what models take beside it.
     """
     content = message.get("content")
     if isinstance(content, str):
@@ -95,7 +89,7 @@ def read_content(message: Message, role: str, where: str, text_key: str) -> _Par
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[Any] = []
-    images: list[ImageContent] = []
+    others: list[ImageContent] = []
     for part in content:
         _refuse_marks(part, where)
         if (text := _value(part, TEXT_PARTS, TEXT_KEYS)) is not None:
@@ -107,7 +101,7 @@ def read_content(message: Message, role: str, where: str, text_key: str) -> _Par
             calls += found if isinstance(found, list) else [found]
         elif isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
             texts.append(IMAGE)
-            images.append(ImageContent(where=where, part=part))
+            others.append(ImageContent(where=where, part=part))
         else:
             raise RowFault(f"{where} {not_text(part)}; only text can be trained")
     if reasoning and message.get(REASONING):
@@ -115,7 +109,7 @@ def read_content(message: Message, role: str, where: str, text_key: str) -> _Par
     if reasoning:
         message[REASONING] = "".join(reasoning)
     message["content"] = "".join(texts)
-    return _Parts(calls, images)
+    return _Parts(calls, others)
 
 
 def not_text(part: Any) -> str:
@@ -175,7 +169,7 @@ class Turns:
     """Indices in `messages` of assistant turns that are not trained."""
     calls: frozenset[int] = frozenset()
     """Indices in `messages` of turns of which only tool calls were given, as with role tool_call."""
-    images: tuple[ImageContent, ...] = ()
+    others: tuple[ImageContent, ...] = ()
     """Of all content parts, in the order of the messages."""
 
     def joined(self) -> "Turns":
@@ -203,7 +197,7 @@ class Turns:
                     context.add(len(messages))
                 messages.append(message)
             before = number if message["role"] == "assistant" else None
-        return Turns(messages=messages, context=frozenset(context), images=self.images)
+        return Turns(messages=messages, context=frozenset(context), others=self.others)
 
 
 def parse_turns(given: list[Any], where: str) -> Turns:
@@ -220,21 +214,21 @@ def parse_turns(given: list[Any], where: str) -> Turns:
     messages: list[Message] = []
     context: list[int] = []
     calls: list[int] = []
-    images: list[ImageContent] = []
+    others: list[ImageContent] = []
     for number, message in enumerate(given):
         if is_sharegpt and (plain := _plain_sharegpt(message)) is not None:
             message = plain
         elif not _is_plain(message):
             parsed = parse_message(message, f"{where} {number + 1}", role_key, text_key)
             message = parsed.message
-            images += parsed.images
+            others += parsed.others
             if parsed.is_context:
                 context.append(number)
             if parsed.is_call:
                 calls.append(number)
         _refuse_parts_as_text(message, f"{where} {number + 1}")
         messages.append(message)
-    return Turns(messages=messages, context=frozenset(context), calls=frozenset(calls), images=tuple(images))
+    return Turns(messages=messages, context=frozenset(context), calls=frozenset(calls), others=tuple(others))
 
 
 def _refuse_parts_as_text(message: Message, where: str) -> None:
@@ -284,7 +278,7 @@ class _Parsed(NamedTuple):
     """Whether it is an assistant turn that is not trained."""
     is_call: bool
     """Whether its role says that its text is tool calls."""
-    images: Sequence[ImageContent]
+    others: Sequence[ImageContent]
 
 
 def parse_message(message: Any, where: str, role_key: str = "role", text_key: str = "content") -> _Parsed:
@@ -323,7 +317,7 @@ def parse_message(message: Any, where: str, role_key: str = "role", text_key: st
         raise RowFault(f"{where} has tool calls in 'content' and in 'tool_calls'; keep one of them")
     if calls := calls or parts.calls:
         parsed["tool_calls"] = [parse_tool_call(call, where) for call in calls]
-    return _Parsed(parsed, is_context, is_call, parts.images)
+    return _Parsed(parsed, is_context, is_call, parts.others)
 
 
 def parse_tool_call(call: Any, where: str) -> dict[str, Any]:

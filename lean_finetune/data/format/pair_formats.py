@@ -235,7 +235,7 @@ def _first(turns: Turns, size: int) -> Turns:
         messages=turns.messages[:size],
         context=frozenset(number for number in turns.context if number < size),
         calls=frozenset(number for number in turns.calls if number < size),
-        images=turns.images,
+        others=turns.others,
     )
 
 
@@ -245,7 +245,7 @@ def _after(turns: Turns, size: int) -> Turns:
         messages=turns.messages[size:],
         context=frozenset(number - size for number in turns.context if number >= size),
         calls=frozenset(number - size for number in turns.calls if number >= size),
-        images=turns.images,
+        others=turns.others,
     )
 
 

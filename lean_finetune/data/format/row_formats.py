@@ -217,7 +217,7 @@ def answered(before: Turns, answers: Turns) -> Turns:
         messages=before.messages + answers.messages,
         context=frozenset(context | {size + number for number in answers.context}),
         calls=before.calls | {size + number for number in answers.calls},
-        images=before.images + answers.images,
+        others=before.others + answers.others,
     )
 
 
@@ -245,4 +245,4 @@ def conversation(row: Mapping[str, Any], turns: Turns, key: str) -> Conversation
             raise RowFault(f"'system' and a system message in {key!r}; keep one of them")
         messages = [{"role": "system", "content": system}, *messages]
         context = frozenset(place + 1 for place in context)
-    return Conversation(messages=messages, tools=parse_tools(row), context=context, image_parts=turns.images)
+    return Conversation(messages=messages, tools=parse_tools(row), context=context, other_parts=turns.others)

@@ -10,18 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 from cuda_memory.units import counted
 from lean_finetune.core.errors import RowFault
-from lean_finetune.data.format.format_base import (
-    IMAGE,
-    IMAGE_COLUMNS,
-    Conversation,
-    Example,
-    GivenImage,
-    ImageContent,
-    Message,
-    PlainText,
-    SourceFormat,
-    parts_of,
-)
+from lean_finetune.data.format.format_base import Conversation, Example, Message, PlainText, SourceFormat, parts_of
+from lean_finetune.data.format.given_images import IMAGE, IMAGE_COLUMNS, GivenImage, ImageContent
 from lean_finetune.data.format.image_tags import (
     PATH_TAG,
     TAG,
@@ -54,7 +44,7 @@ def with_images(example: Example, row: Mapping[str, Any], source: SourceFormat) 
 
     Raises RowFault if the model takes no images and the row has some, or if its places and images differ in number.
     """
-    if not source.images:
+    if not source.takes_others:
         _refuse_images(example, row, source)
         return example
     if isinstance(example, Conversation) and not source.kind.compared:
@@ -79,7 +69,7 @@ def with_images(example: Example, row: Mapping[str, Any], source: SourceFormat) 
 
 
 def _parts(example: Conversation | PlainText) -> tuple[ImageContent, ...]:
-    return example.image_parts if isinstance(example, Conversation) else ()
+    return example.other_parts if isinstance(example, Conversation) else ()
 
 
 def _texts(example: Conversation | PlainText) -> list[str]:
@@ -104,7 +94,7 @@ def placed(example: Conversation, column: list[GivenImage]) -> Conversation:
     A part with an image, and a tag around a path, have their own. Other places take those of the column in order.
     Without any place, the column's stand in front of the first question, as in ms-swift.
     """
-    parts = example.image_parts
+    parts = example.other_parts
     if _marks({"messages": example.messages, "tools": example.tools}) > len(parts):
         raise RowFault("the row has the character U+FDD6, which marks images here; remove it")
     messages = example.messages
@@ -117,7 +107,7 @@ def placed(example: Conversation, column: list[GivenImage]) -> Conversation:
     texts, column = with_places(texts, column, has_own=bool(parts or tags or paths))
     places = len(parts) + paths + sum(text.count(TAG) for text in texts)
     if not places:
-        return replace(example, messages=in_front(messages, len(column)), images=tuple(column)) if column else example
+        return replace(example, messages=in_front(messages, len(column)), others=tuple(column)) if column else example
     own = [_part_image(one.part, one.where) for one in parts]
     wanted = places - paths - sum(image is not None for image in own)
     if wanted != len(column):
@@ -154,12 +144,12 @@ def _filled(
                 "writes text only: move the image into the question, or remove the row"
             )
         placed.append({**message, "content": text})
-    return replace(example, messages=placed, images=tuple(images), image_parts=())
+    return replace(example, messages=placed, others=tuple(images), other_parts=())
 
 
 def _by_index(example: Conversation, own: list[GivenImage | None], column: list[GivenImage]) -> list[GivenImage]:
     """The column's images in the order of their places, which content parts may give by number, from 0."""
-    bare = [one for one, image in zip(example.image_parts, own, strict=True) if image is None]
+    bare = [one for one, image in zip(example.other_parts, own, strict=True) if image is None]
     numbers = [one.part.get(_INDEX) for one in bare]
     if not any(number is not None for number in numbers):
         return column

@@ -7,14 +7,8 @@ from typing import Any
 
 from cuda_memory.units import counted
 from lean_finetune.core.errors import RowFault
-from lean_finetune.data.format.format_base import (
-    IMAGE_COLUMNS,
-    LABELS,
-    PREFERENCE_KEYS,
-    Message,
-    SourceFormat,
-    preference_remedy,
-)
+from lean_finetune.data.format.format_base import LABELS, PREFERENCE_KEYS, Message, SourceFormat, preference_remedy
+from lean_finetune.data.format.given_images import IMAGE_COLUMNS
 from lean_finetune.data.format.image_tags import is_image, names_media
 from lean_finetune.data.format.row_values import is_given, is_tools, list_or_nothing, show
 from lean_finetune.objectives.row_kind import RowKind
@@ -186,7 +180,7 @@ def _agrees(key: str, row: Mapping[str, Any], source: SourceFormat) -> bool:
             )
         return False
     if key in MEDIA:
-        raise RowFault(f"{media_fault(key, source.images)}; remove the row, or {IGNORE}")
+        raise RowFault(f"{media_fault(key, source.takes_others)}; remove the row, or {IGNORE}")
     if key in PREFERENCE_KEYS:
         if any(column in PREFERENCE_KEYS for column in source.columns.values()):
             return False
@@ -238,9 +232,9 @@ def _refuse_other_media(key: str, row: Mapping[str, Any], source: SourceFormat) 
 
     For a model that takes images, any column with an image is one, unless the row has its images elsewhere.
     """
-    if key in MEDIA or not (names_media(key, row[key]) or (source.images and is_image(row[key]))):
+    if key in MEDIA or not (names_media(key, row[key]) or (source.takes_others and is_image(row[key]))):
         return
-    if not source.images:
+    if not source.takes_others:
         raise RowFault(f"{media_fault(key)}; remove the row, or {IGNORE}")
     if any(is_given(row.get(source.column(name))) for name in IMAGE_COLUMNS):
         return

@@ -5,14 +5,13 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from lean_finetune.core.atomic_files import find_source, sync
+from lean_finetune.core.atomic_files import sync
 from lean_finetune.core.errors import RowFault
-from lean_finetune.data.format.format_base import GivenImage
+from lean_finetune.data.format.given_images import GivenImage
 from lean_finetune.data.images.image_family import Size
 from lean_finetune.data.images.image_files import decode_image, has_damaged_exif, image_file, regular_content
 from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.pinning.image_pins import MAX_IMAGE_BYTES
-from lean_finetune.pinning.locate import DataFile
 
 
 class StoredImage(NamedTuple):
@@ -73,19 +72,8 @@ class ImageStore:
 # The content of a row's image.
 
 
-def image_directory(file: DataFile) -> Path | None:
-    """The directory to which the images of a file's rows are relative; None for a file on the hub, which has none.
-
-    A temporary experiment runs in a copy without what git ignores, such as images: they are in the user's checkout.
-    """
-    if file.path is None or file.repo_id:
-        return None
-    directory = Path(file.name).parent
-    return file.path.parent if directory.is_absolute() else find_source(str(directory), "data.source")
-
-
 def read_image(given: GivenImage, directory: Path | None) -> bytes:
-    """The content of an image; `directory` is that of its row's file (`image_directory`).
+    """The content of an image; `directory` is that of its row's file (`rows_directory`).
 
     Raises RowFault as `image_path`, or if the file is missing, not readable, not a regular one, or has more than
     MAX_IMAGE_BYTES.

@@ -9,21 +9,17 @@ from typing import Any
 
 from lean_finetune.config.data_schema import Data
 from lean_finetune.core.errors import RowFault, UserError
-from lean_finetune.data.format.format_base import (
-    IMAGE_COLUMNS,
-    GivenImage,
-)
+from lean_finetune.data.format.given_images import IMAGE_COLUMNS, IMAGE_PARTS, GivenImage
 from lean_finetune.data.format.image_tags import PATH_TAG
-from lean_finetune.data.format.messages import IMAGE_PARTS
 from lean_finetune.data.format.row_images import column_images, given_image
 from lean_finetune.data.format.row_values import list_or_nothing
 from lean_finetune.data.format.unread_columns import without
-from lean_finetune.data.images.image_store import image_directory, image_path
+from lean_finetune.data.images.image_store import image_path
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import open_local, read_blocks
 from lean_finetune.pinning.data_source import NamedFiles
 from lean_finetune.pinning.image_pins import pin_images
-from lean_finetune.pinning.locate import DataFile, data_files
+from lean_finetune.pinning.locate import DataFile, data_files, rows_directory
 from lean_finetune.pinning.read_locks import DATA_SCHEMA
 
 # The name of each column and kind of part has the first, a tag around a path the second; JSON may write their letters
@@ -48,7 +44,7 @@ def named_images(
     files = data_files(lock)
     if column is None and not any(map(_may_name_images, files)):
         return {}
-    directories = [image_directory(file) for file in files]
+    directories = [rows_directory(file) for file in files]
     within = [PurePath(file["path"]).parent for file in source["files"]]
     found: dict[str, Path] = {}
     for file, row in _rows(lock, column is None):

@@ -15,7 +15,6 @@ from lean_finetune.data.chat.chat_template import ChatTemplate
 from lean_finetune.data.encode.tokenizer_engine import choose_engine
 from lean_finetune.data.format.format_base import (
     AUTO,
-    IMAGE_COLUMNS,
     Conversation,
     SourceFormat,
     check_columns,
@@ -24,19 +23,25 @@ from lean_finetune.data.format.format_base import (
     detect_format,
     parts_of,
 )
+from lean_finetune.data.format.given_images import IMAGE_COLUMNS
 from lean_finetune.data.format.messages import ROLES_KEY
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import MEANINGFUL, unread_columns, without
-from lean_finetune.data.images.image_store import image_directory
-from lean_finetune.data.images.processor import image_family
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import file_names, read_blocks
 from lean_finetune.data.read.worker_memory import return_freed_memory
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
-from lean_finetune.islands.columns import carried_keys, columns_of
+from lean_finetune.islands.columns import carried_keys, columns_of, model_takes_others
 from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.pinning.code import code_hashes
-from lean_finetune.pinning.locate import NO_FILES, FileVersions, data_files, is_heldout_source, template_file
+from lean_finetune.pinning.locate import (
+    NO_FILES,
+    FileVersions,
+    data_files,
+    is_heldout_source,
+    rows_directory,
+    template_file,
+)
 from lean_finetune.rows.columns import InspectedRows
 
 TOKENIZE_MODULE = "lean_finetune.data.shards.tokenize_run"
@@ -115,9 +120,9 @@ def prepare_job(
     """
     return_freed_memory()
     names = file_names(data_lock)
-    takes_images = image_family(directory) is not None
+    takes_others = model_takes_others(directory)
     sources = range(len(data_lock["sources"]))
-    inspected = [_inspect(data, data_lock, index, kind, takes_images, scored) for index in sources]
+    inspected = [_inspect(data, data_lock, index, kind, takes_others, scored) for index in sources]
     formats = tuple(one.source_format for one in inspected)
     attached = columns_of(InspectedRows(data=data, tokenizer_lock=tokenizer_lock, kind=kind, sources=formats))
     ignored = tuple(data.ignore_columns or ())
@@ -138,7 +143,7 @@ def prepare_job(
         attached=attached,
         **{name: getattr(data, name) for name in sorted(SAME_SETTINGS)},
     )
-    directories = tuple(map(image_directory, data_files(data_lock)))
+    directories = tuple(map(rows_directory, data_files(data_lock)))
     tokenizer = BlockTokenizer(settings, chosen.engine, directories=directories)
     return TokenizeJob(
         data=data,
@@ -215,17 +220,17 @@ _PlacedRow = tuple[str, dict[str, Any]]
 
 
 def _inspect(
-    data: Data, lock: Mapping[str, Any], index: int, kind: RowKind, takes_images: bool, scored: bool
+    data: Data, lock: Mapping[str, Any], index: int, kind: RowKind, takes_others: bool, scored: bool
 ) -> _InspectedSource:
-    """Read the first rows of a source for a model that takes images, or text alone."""
+    """Read the first rows of a source for a model of text alone, or of more."""
     source = lock["sources"][index]
     columns = dict(source["columns"] if source["columns"] is not None else (data.columns or {}))
     roles = columns.pop(ROLES_KEY, {})
     wanted = source["format"] if source["format"] is not None else data.format
     skips = data.on_bad_row == "skip"
-    # Without their column, a place for an image is text.
+    # Without their column, a place for something else is text.
     text_alone = IMAGE_COLUMNS[0] not in columns and not set(IMAGE_COLUMNS).isdisjoint(data.ignore_columns or ())
-    images = takes_images and not text_alone
+    takes_others = takes_others and not text_alone
     rows, fault = _first_rows({**lock, "sources": [source]}, skips)
     if not rows:
         if fault is not None:
@@ -245,7 +250,7 @@ def _inspect(
         roles=roles,
         is_heldout=is_heldout_source(source),
         kind=kind,
-        images=images,
+        takes_others=takes_others,
         scored=scored,
         carried=tuple(key for key in carried_keys(kind) if key in columns),
     )

@@ -6,7 +6,8 @@ import pytest
 
 from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format import pair_formats  # noqa: F401 - registers its formats
-from lean_finetune.data.format.format_base import IMAGE, Conversation, SourceFormat, detect_format
+from lean_finetune.data.format.format_base import Conversation, SourceFormat, detect_format
+from lean_finetune.data.format.given_images import IMAGE
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import unread_columns
 from lean_finetune.objectives.row_kind import RowKind
@@ -17,7 +18,9 @@ TEXT = {"type": "text", "text": "What?"}
 def read(
     row: dict[str, Any], kind: RowKind = RowKind.ANSWER, *, takes_images: bool = True, **columns: str
 ) -> Conversation:
-    source = SourceFormat(format=detect_format(row, columns, kind)[0], columns=columns, kind=kind, images=takes_images)
+    source = SourceFormat(
+        format=detect_format(row, columns, kind)[0], columns=columns, kind=kind, takes_others=takes_images
+    )
     unread_columns(row, source)
     example = parse_row(row, source)
     assert isinstance(example, Conversation)
@@ -84,7 +87,7 @@ READ: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 def test_a_tag_is_an_image_where_it_is_clear_which(name: str):
     row, text, images = READ[name]
     example = read(row)
-    assert example.messages[0]["content"] == text and [image.path for image in example.images] == images
+    assert example.messages[0]["content"] == text and [image.path for image in example.others] == images
 
 
 TAGS = "<ImageHere>", "<image_1>", "<|image_1|>", "[IMG]", "<image 1>", "<image_placeholder>"
@@ -201,11 +204,11 @@ def test_a_column_that_holds_images_is_refused_for_a_model_of_images(column: str
 def test_numbered_columns_become_images_by_their_mapping():
     row = {"query": "<image 1> What?", "response": "B", "image_1": "a.png"}
     example = read(row, images="image_1")
-    assert example.messages[0]["content"] == f"{IMAGE} What?" and [one.path for one in example.images] == ["a.png"]
+    assert example.messages[0]["content"] == f"{IMAGE} What?" and [one.path for one in example.others] == ["a.png"]
 
 
 def test_other_columns_with_such_words_are_only_listed():
     others = {"image_id": 7, "image_count": "3", "image_description": "a field", "image_size": [3, 4], "image_2": None}
     row = asked("What?") | others | {"caption": "A red field.", "title": "The file a.png is red"}
-    source = SourceFormat(format="messages", columns={}, images=True)
+    source = SourceFormat(format="messages", columns={}, takes_others=True)
     assert set(unread_columns(row, source)) == {*others, "caption", "title"} - {"image_2"}

@@ -11,15 +11,8 @@ import pytest
 
 from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.format import pair_formats  # noqa: F401 - registers its formats
-from lean_finetune.data.format.format_base import (
-    IMAGE,
-    Conversation,
-    GivenImage,
-    SourceFormat,
-    check_columns,
-    detect_format,
-    is_heldout,
-)
+from lean_finetune.data.format.format_base import Conversation, SourceFormat, check_columns, detect_format, is_heldout
+from lean_finetune.data.format.given_images import IMAGE, GivenImage
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import unread_columns
 from lean_finetune.objectives.row_kind import RowKind
@@ -39,15 +32,15 @@ def beside(path: str) -> GivenImage:
 
 
 def source_of(row: dict[str, Any], **columns: str) -> SourceFormat:
-    return SourceFormat(format=detect_format(row, columns)[0], columns=columns, images=True)
+    return SourceFormat(format=detect_format(row, columns)[0], columns=columns, takes_others=True)
 
 
 def read(row: dict[str, Any], **columns: str) -> Conversation:
     source = source_of(row, **columns)
     assert unread_columns(row, source) == []
     example = parse_row(row, source)
-    assert isinstance(example, Conversation) and example.image_parts == ()
-    assert sum(message["content"].count(IMAGE) for message in example.messages) == len(example.images)
+    assert isinstance(example, Conversation) and example.other_parts == ()
+    assert sum(message["content"].count(IMAGE) for message in example.messages) == len(example.others)
     return example
 
 
@@ -104,7 +97,7 @@ def test_the_images_of_a_column_stand_where_the_text_says(name: str):
         {"role": "user", "content": f"{IMAGE}What {IMAGE}?"},
         {"role": "assistant", "content": "A"},
     ]
-    assert example.images == (beside("a.png"), beside("b.png"))
+    assert example.others == (beside("a.png"), beside("b.png"))
 
 
 VALUES: dict[str, tuple[Any, GivenImage]] = {
@@ -130,7 +123,7 @@ def test_a_column_has_paths_bytes_or_both(name: str, column: str):
     columns = {"images": "photo"} if column == "photo" else {}
     for given in (value, *([] if name.startswith("object") else [[value]])):
         example = read(asked("<image>Q", **{column: given}), **columns)
-        assert example.images == (image,) and example.messages[0]["content"] == f"{IMAGE}Q"
+        assert example.others == (image,) and example.messages[0]["content"] == f"{IMAGE}Q"
 
 
 PARTS: dict[str, tuple[dict[str, Any], GivenImage]] = {
@@ -154,14 +147,14 @@ PARTS: dict[str, tuple[dict[str, Any], GivenImage]] = {
 def test_a_content_part_has_its_own_image(name: str):
     part, image = PARTS[name]
     example = read(asked(TEXT, part))
-    assert example.images == (image,) and example.messages[0]["content"] == f"What is it?{IMAGE}"
+    assert example.others == (image,) and example.messages[0]["content"] == f"What is it?{IMAGE}"
 
 
 def test_own_images_and_those_of_the_column_keep_their_order():
     row = asked(
         {"type": "image", "image": "own.png"}, {"type": "image"}, {"type": "text", "text": "<image>"}, images=["a", "b"]
     )
-    assert [one.path for one in read(row).images] == ["own.png", "a", "b"]
+    assert [one.path for one in read(row).others] == ["own.png", "a", "b"]
 
 
 def test_images_without_a_place_stand_in_front_of_the_first_question():
@@ -191,7 +184,7 @@ def test_images_of_system_text_history_and_tool_results_are_read_in_the_order_of
     tool = {"role": "tool", "content": [{"type": "image", "image": "t.png"}, TEXT]}
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "look", "arguments": {}}]}
     example = read(messages({"role": "user", "content": "Q"}, call, tool, ANSWER))
-    assert example.messages[2]["content"] == f"{IMAGE}What is it?" and example.images == (beside("t.png"),)
+    assert example.messages[2]["content"] == f"{IMAGE}What is it?" and example.others == (beside("t.png"),)
 
 
 @pytest.mark.parametrize("name", ["rows.arrow", "rows.parquet"])
@@ -214,7 +207,7 @@ def test_rows_that_datasets_writes_are_read_from_columns_of_structs(name: str, t
         row["messages"][1] = {"role": "assistant", "content": [{"type": "text", "text": "A"}]}
     table = pa.Table.from_pylist(rows, schema=kinds)
     (tmp_path / name).write_bytes(parquet(table) if name.endswith("parquet") else arrow(table, is_file=True))
-    assert [read(row).images for row in values_of(tmp_path / name)] == [(INSIDE,), (beside("a.png"),), (), ()]
+    assert [read(row).others for row in values_of(tmp_path / name)] == [(INSIDE,), (beside("a.png"),), (), ()]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -318,18 +311,20 @@ def test_a_row_that_is_not_clear_is_refused_in_one_line(name: str):
 def test_without_images_nothing_changes():
     row = asked("Q < image > \ufdd5", images=[], image=None)
     source = source_of(row)
-    assert parse_row(row, source) == parse_row(row, replace(source, images=False))
+    assert parse_row(row, source) == parse_row(row, replace(source, takes_others=False))
 
 
 def test_a_model_of_text_refuses_every_form():
     """Trained without its image, a row teaches to guess."""
     for row in (*BY_COLUMN.values(), *(asked(part) for part, _ in PARTS.values()), asked("Q", image="a.png")):
-        source = replace(source_of(row), images=False)
+        source = replace(source_of(row), takes_others=False)
         assert "only text can be trained" in refusal(row, source)
     row = asked("Q", photo="a.png")
-    assert "'photo' holds images, video or audio" in refusal(row, replace(source_of(row, images="photo"), images=False))
+    assert "'photo' holds images, video or audio" in refusal(
+        row, replace(source_of(row, images="photo"), takes_others=False)
+    )
     text = asked(f"<image> {IMAGE} is text here")
-    assert parse_row(text, replace(source_of(text), images=False)) == Conversation(
+    assert parse_row(text, replace(source_of(text), takes_others=False)) == Conversation(
         messages=text["messages"], tools=None
     )
 
@@ -342,11 +337,11 @@ def test_pairs_and_labelled_rows_with_images_are_refused(kind: RowKind):
             "chosen": [ANSWER],
             "rejected": [{**ANSWER, "content": "B"}],
         }
-        source = SourceFormat(format="preference", columns={}, kind=kind, images=True)
+        source = SourceFormat(format="preference", columns={}, kind=kind, takes_others=True)
         parts = {**plain, "prompt": [{"role": "user", "content": [{"type": "image", "image": "a"}]}]}
     else:
         plain = asked("Q", label=True)
-        source = SourceFormat(format="messages", columns={}, kind=kind, images=True)
+        source = SourceFormat(format="messages", columns={}, kind=kind, takes_others=True)
         parts = asked({"type": "image", "image": "a"}, label=True)
     parse_row(plain, source)
     for row in (parts, {**plain, "images": ["a"]}):
@@ -372,9 +367,9 @@ def test_the_column_of_images_may_have_any_name():
     with pytest.raises(UserError, match=r"data\.columns: rows of data\.format preference have no key \"images\""):
         check_columns({"images": "photo"}, "preference", RowKind.PAIR)
     row = asked("<image>Q", pic="a.png")
-    assert read(row, images="pic").images == (beside("a.png"),)
+    assert read(row, images="pic").others == (beside("a.png"),)
 
 
 def test_rows_of_json_lines_name_images(tmp_path: Path):
     path = write_rows(tmp_path / "rows.jsonl", [asked("<image>Q", images=["a.png"]), asked("Q")])
-    assert [read(row).images for row in values_of(path)] == [(beside("a.png"),), ()]
+    assert [read(row).others for row in values_of(path)] == [(beside("a.png"),), ()]

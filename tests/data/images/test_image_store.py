@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from lean_finetune.core.errors import RowFault, UserError
-from lean_finetune.data.format.format_base import GivenImage
+from lean_finetune.data.format.given_images import GivenImage
 from lean_finetune.data.images import image_store
 from lean_finetune.data.images.image_files import IMAGES, ImageFiles, image_file
-from lean_finetune.data.images.image_store import image_directory, read_image
-from lean_finetune.pinning.locate import data_files
+from lean_finetune.data.images.image_store import read_image
+from lean_finetune.pinning.locate import data_files, rows_directory
 from tests.data.read.common import lock_of, source
 from tests.workspace import write_rows
 
@@ -101,7 +101,7 @@ def test_the_directory_is_that_of_the_row_s_file(rows: Path, tmp_path: Path, mon
     """In a temporary experiment the rows are in a copy of the checkout, and ignored images only in the checkout."""
     write_rows(rows / "train.jsonl", [{}])
     [file] = data_files(lock_of(source(rows / "train.jsonl")))
-    assert image_directory(file) == rows
+    assert rows_directory(file) == rows
     copy = tmp_path / "copy"
     (copy / "rows").mkdir(parents=True)
     (copy / "rows/train.jsonl").write_bytes((rows / "train.jsonl").read_bytes())
@@ -110,5 +110,5 @@ def test_the_directory_is_that_of_the_row_s_file(rows: Path, tmp_path: Path, mon
     entry = {**source(Path("rows/train.jsonl")), "source": "rows/train.jsonl"}
     [file] = data_files(lock_of(entry))
     assert file.path == Path("rows/train.jsonl")
-    directory = image_directory(file)
+    directory = rows_directory(file)
     assert directory is not None and directory.samefile(rows)

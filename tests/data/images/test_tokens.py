@@ -36,7 +36,7 @@ def images(tmp_path: Path) -> Path:
 
 
 def tokens_of(model: Path, directory: Path, rows: list[Any], **values: Any) -> tuple[BlockTokens, BlockTokenizer]:
-    sources = (SourceFormat(format="messages", columns={}, images=True),)
+    sources = (SourceFormat(format="messages", columns={}, takes_others=True),)
     own = {name: values.pop(name) for name in ("patch", "max_pixels", "min_pixels") if name in values}
     given = {**SETTINGS, "sources": sources, "heldout_fraction": 0.0, **values, "attached": (ImageColumns(**own),)}
     settings = TokenSettings(tokenizer_directory=model, **given)
