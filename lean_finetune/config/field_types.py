@@ -3,7 +3,7 @@
 from typing import Literal
 
 MAX_PIXELS = 89_478_485
-"""Most pixels of an image: where Pillow warns of a decompression bomb. A phone's 50 Mpx are below."""
+"""Most pixels: where Pillow warns of a decompression bomb. A phone's 50 Mpx are below."""
 Method = Literal["full", "lora", "qlora", "int8_lora"]
 Precision = Literal["bf16", "fp16", "fp32", "pure_bf16"]
 AnyPrecision = Literal["auto", "bf16", "fp16", "fp32", "pure_bf16"]

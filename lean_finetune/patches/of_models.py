@@ -88,13 +88,13 @@ def use_in_family(kind: type, replacements: Mapping[str, Callable[[Any], Any]]) 
 
 GEMMA3N_OF_TEXT = Patch(
     replaces=("transformers.models.gemma3n.modeling_gemma3n:Gemma3nModel",),
-    why="embeds every token as one of images and of sound too, by parts that text never reaches and that are left out",
+    why="embeds every token as one of its encoders too, by parts that text never reaches and that are left out",
     until="its forward skips parts that the model lacks",
 )
 TIMM_WITHOUT_LAYERS = Patch(
     replaces=("transformers.models.timm_wrapper.modeling_timm_wrapper:TimmWrapperModel.__init__",),
-    why="needs the package timm to build Gemma 3n's vision part, which is left out at once",
-    until="a model can be built without its vision part",
+    why="needs the package timm to build an encoder of Gemma 3n, which is left out at once",
+    until="a model can be built without its encoders",
 )
 LLAMA4_EXPERTS = Patch(
     replaces=_in_families("Llama4TextExperts", "llama4") + _in_families("Llama4TextMoe", "llama4"),
@@ -123,7 +123,7 @@ TRAINED_ROWS = Patch(
 )
 TRAINED_PARTS = Patch(
     replaces=("peft.utils.other:ModulesToSaveWrapper",),
-    why="trains a copy of a vision tower or projector, and keeps the module as it was besides",
+    why="trains a copy of a part beside the decoder, and keeps the module as it was besides",
     until="peft trains a module in place",
 )
 INPUTS_AS_AUTOCAST = Patch(

@@ -123,7 +123,7 @@ def file_kind(name: str) -> FileKind | None:
 
 
 def is_documentation(name: str) -> bool:
-    """Whether a file documents a data set: README, LICENSE, checksums, images, code."""
+    """Whether a file documents a data set: README, LICENSE, checksums, code and the like."""
     path = PurePath(name.lower())
     return path.suffix in _DOCUMENTATION_SUFFIXES or path.name.split(".")[0] in _DOCUMENTATION_NAMES
 

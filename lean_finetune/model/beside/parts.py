@@ -97,7 +97,7 @@ def fully_trained_modules(model: PreTrainedModel, modes: Mapping[str, str]) -> l
     """Names of the modules of parts that are trained in full beside adapters, by the modes of all kinds of parts.
 
     They are the outermost ones without a list of layers, which peft cannot wrap; so each layer of a tower is one.
-    A parameter that is in no module of these parts, such as LLaVA-Next's `image_newline`, stays frozen.
+    A parameter that is in no module of these parts, as LLaVA-Next has one, stays frozen.
     """
     trained = {name for name, kind in part_kinds(model).items() if modes.get(kind) == "full"}
     modules = {name: module for name, module in model.named_modules() if name in trained}
@@ -181,7 +181,7 @@ def freeze_parts(model: PreTrainedModel, train: Train) -> None:
         if name in frozen and not any(other.startswith(f"{name}.") for other in trained)
     }
     outermost = [module for name, module in complete.items() if name.rpartition(".")[0] not in complete]
-    for module in outermost if TOWER.is_frozen(train) else ():  # A frozen projector passes gradients to the tower.
+    for module in outermost if TOWER.is_frozen(train) else ():  # Other frozen parts pass gradients to the tower.
         # transformers makes the output of the patch embedding require a gradient when layers are recomputed, so that
         # a frozen tower would keep all its activations.
         FROZEN_TOWER.give_method(module, torch.no_grad()(module.forward))
