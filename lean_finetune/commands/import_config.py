@@ -13,9 +13,10 @@ from lean_finetune.commands.project.params_file import change_params
 from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, with_flags
 from lean_finetune.config.other_tools import tables
 from lean_finetune.config.schema import Params
+from lean_finetune.core.atomic_files import write_text
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.stage_command import StageCommand
-from lean_finetune.pinning.locate import find_model
+from lean_finetune.pinning.locate import CHAT_TEMPLATE, find_model
 
 
 @click.command("import", cls=StageCommand)
@@ -32,14 +33,19 @@ def import_config(config: Path, out: Path, gpus: int) -> None:
     converted = read_config_of_tool(config, gpus)
     if "model.name" not in converted.values:  # The file of a usual run names one.
         raise UserError(f"{config}: must name a model; add {_model_key(converted)}: a hub id or a directory")
+    template_file = _template_file(converted, out)
     params = with_flags(load_params(COMMON_PARAMS), converted.flags())
     unchecked = _refuse_other_families(converted, params)
     template = out if out.exists() else COMMON_PARAMS
     load_params(template)  # Refuses a file that is no params.yaml.
     values = params.model_dump()
     unchanged = {"run"} if template == out else set()
+    if template_file is not None:
+        write_text(template_file, converted.template_text)
     change_params({key: value for key, value in values.items() if key not in unchanged}, template, out)
     echo_text("\n".join(converted.lines()))
+    if template_file is not None:
+        echo_text(labelled("  written", f"{template_file}: the chat template of {config}"))
     if unchecked is not None:
         echo_text(labelled("  not checked", unchecked))
     source = "" if "data.source" in converted.values else "; set data.source to your rows"
@@ -48,6 +54,22 @@ def import_config(config: Path, out: Path, gpus: int) -> None:
     command = "dvc repro estimate" if in_project else shell_line(["lean-finetune", "fit", "--params", no_option(out)])
     whose = " for your data" if in_project else ""
     echo_text(labelled("", f"{out}: written{source}; `{command}` predicts its memory{whose}", 0))
+
+
+def _template_file(converted: Converted, out: Path) -> Path | None:
+    """The file beside params.yaml for a template whose text stands in the configuration; None without one.
+
+    Raises:
+        UserError: there is another file of that name.
+    """
+    if not converted.template_text:
+        return None
+    file = out.parent / CHAT_TEMPLATE
+    output_file(file, "chat_template_jinja")
+    if file.exists() and file.read_bytes() != converted.template_text.encode():
+        raise UserError(f"chat_template_jinja: {file} exists and has another text; move it, or remove it")
+    converted.values["data.chat_template"] = CHAT_TEMPLATE  # In the directory of params.yaml.
+    return file
 
 
 def _model_key(converted: Converted) -> str:

@@ -186,17 +186,7 @@ def test_rows_of_a_type_have_its_prompt_and_answers(name: str):
         ),
         ("", {"type": "chat_template", "field_thinking": "thoughts"}, "reasoning is read from reasoning_content"),
         ("", {"type": "chat_template", "roles": ["user"]}, "roles: must be lists of names by role; got ['user']"),
-        (
-            "chat_template_jinja: '{% for m in messages %}{% endfor %}'",
-            "chat_template",
-            "must be the path of a file here",
-        ),
-        ("chat_template: jinja", "chat_template", "chat_template_jinja: must be the path of a file here; got jinja"),
-        (
-            "datasets_of: 1",
-            {"type": "chat_template", "chat_template_jinja": "{{ messages }}"},
-            "the path of a file here",
-        ),
+        ("chat_template: jinja", "chat_template", "chat_template_jinja: must be a template or a file of one; got none"),
     ],
 )
 def test_what_cannot_be_trained_so_is_refused(keys: str, data_set: dict[str, Any] | str, expected: str):
@@ -370,6 +360,25 @@ def test_files_of_a_data_set_are_its_rows():
     gone = convert(config("", {"path": "org/rows", "data_files": "a.jsonl", "type": "chat_template"}))
     assert "data.source" not in gone.values and any("org/rows has no path here" in line for line in gone.differs)
     assert "datasets.type" in gone.ignored["not found here"]
+
+
+@pytest.mark.parametrize("of_data", [False, True])
+def test_a_template_whose_text_stands_in_the_configuration_is_written_into_a_file(of_data: bool):
+    """Half of alignment-handbook's recipes; the tokenizer's own template would train other text."""
+    text = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    write_rows(Path("rows.jsonl"), [{"messages": [ASK, ANSWER]}])
+    entry = {"type": "chat_template", "chat_template_jinja": text} if of_data else "chat_template"
+    Path("run.yaml").write_text(config("" if of_data else f"chat_template_jinja: {json.dumps(text)}", entry))
+    Path("chat_template.jinja").write_text("mine")
+    message = error(invoke(import_config, "run.yaml"))
+    assert message.startswith("chat_template_jinja: chat_template.jinja exists and has another text")
+    assert not Path("params.yaml").exists() and Path("chat_template.jinja").read_text() == "mine"
+    Path("chat_template.jinja").unlink()
+    for _ in range(2):  # Also again.
+        shown = " ".join(invoke(import_config, "run.yaml").stdout.split())
+        assert "written chat_template.jinja: the chat template of run.yaml" in shown
+        assert load_params().data.chat_template == "chat_template.jinja"
+        assert Path("chat_template.jinja").read_text() == text
 
 
 def test_held_out_data_sets_have_types_too():

@@ -36,6 +36,8 @@ class Converted:
     """The configuration's own values by dotted key, with the tool's defaults."""
     image: Size | None = None
     """The assumed size of images, if rows have some."""
+    template_text: str = ""
+    """A chat template whose text stands in the configuration: `import` writes it into a file."""
     adapted_parts: set[str] = field(default_factory=set)
     """Parts for images, vision and projector, whose layers have adapters by their names."""
 

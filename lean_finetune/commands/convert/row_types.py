@@ -142,8 +142,10 @@ def chat_template(
 ) -> str | None:
     """data.chat_template, by the configuration and by its data sets' own; None where the default stays.
 
+    The text of a template in the configuration becomes `converted.template_text`.
+
     Raises:
-        UserError: data sets have different templates, or the text of one stands in the configuration.
+        UserError: data sets have different templates, or a template is announced and missing.
     """
     own = facts.get("template_text") or facts.get("chat_template")
     names = sorted({str(name) for name in (one or own for one in templates or [None]) if name})
@@ -160,11 +162,11 @@ def chat_template(
     file = next((start / name for start in (Path(), path.parent) if _is_file(start / name)), None)
     if file is not None:
         return str(file)
-    if "{" in name or name == INLINE:
-        raise UserError(
-            f"{path}: chat_template_jinja: must be the path of a file here; got {shortened(' '.join(name.split()))}; "
-            "save the text as a .jinja file and name that"
-        )
+    if "{" in name:
+        converted.template_text = name
+        return None
+    if name == INLINE:
+        raise UserError(f"{path}: chat_template_jinja: must be a template or a file of one; got none; give one")
     converted.say(
         f"chat_template={shortened(name)}: the tokenizer's own is used here; save another one as a .jinja file and "
         "name it in data.chat_template"
