@@ -35,6 +35,8 @@ class Repetition:
     """Layer k is like layer k - period, for every k from period on."""
     recomputed: int = 0
     """The first layers, if they alone are recomputed; 0 if all layers are treated alike."""
+    only: int | None = None
+    """The one part of which traces have fewer layers; None if each may."""
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -46,7 +48,8 @@ class Repetition:
         """The parts of which traces have fewer layers, by number."""
         if len(self.parts) == 1:
             return (0,)
-        return tuple(n for n, count in enumerate(self.parts) if count > self._fewest(count) + 2 * self.period)
+        deep = [n for n, count in enumerate(self.parts) if count > self._fewest(count) + 2 * self.period]
+        return tuple(n for n in deep if self.only in (None, n))
 
     @property
     def more(self) -> tuple[int, ...]:
@@ -88,30 +91,33 @@ class Repetition:
 
 
 def find_repetition(
-    config: PretrainedConfig, train: Train, all_layers_reason: str | None = None, *, in_parts: bool = False
+    config: PretrainedConfig, train: Train, all_layers_reason: str | None = None, *, parts: int = 0
 ) -> tuple[Repetition | None, str]:
     """How the layers of a model repeat, or None if all of them must be traced; and why.
 
-    `all_layers_reason`: why all must be traced whatever the layers are. With `in_parts`, the first layers alone may be
-    recomputed.
+    `all_layers_reason`: why all must be traced whatever the layers are. `parts`: if the first layers alone are
+    recomputed, of how many of the two parts traces may have fewer layers: of none, the larger one or both.
     """
     count = config.get_text_config().num_hidden_layers
     everything = "the only layer" if count == 1 else f"all {count} layers"
     recomputed = (train.grad_ckpt_layers or 0) if train.grad_ckpt else 0
     if all_layers_reason is not None:
         return None, f"{everything}: {all_layers_reason}"
-    if recomputed and not in_parts:
+    if recomputed and not parts:
         return None, f"{everything}: the first {recomputed} alone are recomputed"
     if any("." in target for target in train.lora.targets) and train.method != "full":
         return None, f"{everything}: train.lora.targets names layers by path"
-    if not Repetition(layers=count, period=1, recomputed=recomputed).pays:
+    repetition = Repetition(layers=count, period=1, recomputed=recomputed)
+    if recomputed and parts == 1:
+        repetition = replace(repetition, only=int(recomputed < count - recomputed))
+    if not repetition.pays:
         return None, f"{everything}: they are few"
     signatures = layer_signatures(config)
     if signatures is None or len(signatures) != count:
         return None, f"{everything}: the model has no single list of layers"
     alike = next((p for p in range(1, count) if signatures[p:] == signatures[:-p]), count)
     period = math.lcm(alike, train.recomputed_every if train.grad_ckpt else 1)
-    repetition = Repetition(layers=count, period=period, recomputed=recomputed)
+    repetition = replace(repetition, period=period)
     if alike == count or not repetition.pays:
         return None, f"{everything}: they are not alike, or repeat too seldom"
     deepest = repetition.depths[-1]

@@ -90,7 +90,7 @@ def predict_with_events(model: TracedModel, steps: TracedSteps) -> tuple[Predict
     setting = model.setting
     if setting.is_pipeline:
         return predict(model, steps), None
-    repetition, reason = _repetition(model)
+    repetition, reason = _repetition(model, parts=1)
     prediction = None
     if repetition is not None:
         traces = _shallow_traces(WindowTrace, model, steps, repetition, all_events=True)
@@ -119,7 +119,7 @@ def predict_from(
         return Prediction(
             by_phase=by_phase, steps_of_peak=only(steps, *last), layers_traced=reason, setting=setting
         ), None
-    repetition, reason = _repetition(model, in_parts=in_parts)
+    repetition, reason = _repetition(model, parts=2 if in_parts else 0)
     if repetition is not None:
         try:
             return _extrapolated(kind, model, steps, repetition, reason)
@@ -134,7 +134,7 @@ _not_linear: dict[tuple[str, Setting], str] = {}
 """Why all layers of a model are traced in a setting, if its memory was not linear in depth for some micro-batches."""
 
 
-def _repetition(model: TracedModel, *, in_parts: bool = False) -> tuple[Repetition | None, str]:
+def _repetition(model: TracedModel, *, parts: int) -> tuple[Repetition | None, str]:
     """Call `find_repetition`, but return None if the model's memory was not linear before.
 
     A search predicts many micro-batches of one model, and shallow traces would be wasted for each.
@@ -142,7 +142,7 @@ def _repetition(model: TracedModel, *, in_parts: bool = False) -> tuple[Repetiti
     setting = model.setting
     if _not_linear and (known := _not_linear.get((config_key(model.config), setting))) is not None:
         return None, known
-    return find_repetition(model.config, setting.train, setting.all_layers_reason, in_parts=in_parts)
+    return find_repetition(model.config, setting.train, setting.all_layers_reason, parts=parts)
 
 
 def _note_not_linear(model: TracedModel, repetition: Repetition, error: NotRepeated) -> str:

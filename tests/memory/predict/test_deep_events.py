@@ -9,6 +9,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 from lean_finetune.memory.predict.deep_events import NONE, StepEvents, deep_events, events_of, step_events
 from lean_finetune.memory.predict.depth_extrapolation import NotRepeated
 from lean_finetune.memory.predict.layer_repetition import Repetition, for_fewer_layers, with_layers
+from lean_finetune.memory.predict.peak import predict_with_events
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from tests.memory.common import gpu_target, joined, setting_of, shape
@@ -76,6 +77,20 @@ def test_the_events_are_those_of_a_trace_of_all_layers(case: str):
     assert layers_traced.startswith("models of "), layers_traced
     fewer = model.with_setting(for_fewer_layers(model.setting, model.config))
     assert as_lists(found) == as_lists(events_of(trace_steps(MemoryTrace, fewer, steps)[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", [3, 20])
+@pytest.mark.parametrize("changes", [{}, {"offload": "parameters"}])
+def test_the_events_where_the_first_layers_alone_are_recomputed(recomputed: int, changes: dict[str, Any]):
+    """The larger part of the layers has fewer of them in traces, the other one has all."""
+    first_n = {"grad_ckpt": True, "grad_ckpt_policy": "first_n", "grad_ckpt_layers": recomputed}
+    setting = setting_of(method="qlora", precision="bf16", **first_n, **changes)
+    model = TracedModel(LlamaConfig(num_hidden_layers=22, **SMALL), setting, H100)
+    prediction, found = predict_with_events(model, PADDED)
+    complete = trace_steps(MemoryTrace, model, PADDED)[0]
+    assert prediction.layers_traced.startswith("models of ") and prediction.by_phase == complete.peaks()
+    assert found is not None and as_lists(found) == as_lists(events_of(complete))
 
 
 @pytest.fixture(scope="module")
