@@ -26,8 +26,8 @@ from benchmarks.harness import Measured, at_least, at_most, benchmark, interleav
 from benchmarks.processes import SCRATCH, TRL, run_stage
 from benchmarks.train_cases import THREADS, TOKENIZER, save_model
 from lean_finetune.core.atomic_files import read_json
-from lean_finetune.objectives.row_kind import LABEL
 from lean_finetune.plan.batch_plan import read_plan
+from lean_finetune.preferences.labels import COLUMN
 from lean_finetune.step.token_rows import TokenRows
 from tests.kit.write_params import write_params
 
@@ -166,7 +166,7 @@ def ids_in_order(directory: Path, *, labelled: bool) -> Iterator[dict[str, Any]]
     for row in rows.tolist() if labelled else rows[::2].tolist():
         prompt, (first, second) = _divided(tokens, row)
         if labelled:
-            found = {"completion_ids": first, "KL_completion_ids": second, "label": tokens.value(LABEL, row)}
+            found = {"completion_ids": first, "KL_completion_ids": second, "label": tokens.value(COLUMN, row)}
         else:
             found = {"chosen_ids": first, "rejected_ids": second}
         yield {"prompt_ids": prompt, **found}

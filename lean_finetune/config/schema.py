@@ -1,8 +1,8 @@
 """Schema of params.yaml: types, units, limits and meaning. Section `data` has its own module."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.data_schema import Data
@@ -46,8 +46,8 @@ from lean_finetune.config.section import (
     Threads,
     Token,
 )
-from lean_finetune.objectives.objective import Objective
-from lean_finetune.objectives.registry import OBJECTIVES
+from lean_finetune.objectives.objective import LossParameter, Objective
+from lean_finetune.objectives.registry import LOSS_PARAMETERS, OBJECTIVES
 from lean_finetune.objectives.row_kind import RowKind
 
 # Section `train`; `train_rules` has the rules between its parameters.
@@ -131,21 +131,25 @@ class Lora(Section):
         return ADAPTER_STARTS[self.init].changes_frozen_weights
 
 
-class Preference(Section):
-    """Objectives of preferences. A blank parameter has the objective's usual value."""
+def _field(one: LossParameter) -> Any:
+    """The type of a parameter of objectives."""
+    ranged = Field(ge=one.least, gt=one.above, lt=one.below, allow_inf_nan=False, description=one.text)
+    return Annotated[float, ranged] | None
 
-    beta: PositiveFloat | None
-    """Strength of the preference loss: the inverse of the distance to the reference, or the scale of a difference."""
-    gamma: NonNegativeFloat | None
-    """simpo: the margin between the rewards."""
-    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] | None
-    """Share of the pairs that are taken to be in the wrong order."""
-    sft_weight: NonNegativeFloat | None
-    """Weight of the cross-entropy of the chosen answers, a mean over their tokens."""
-    desirable_weight: PositiveFloat | None
-    """kto: weight of the losses of desirable answers."""
-    undesirable_weight: PositiveFloat | None
-    """kto: weight of the losses of undesirable answers."""
+
+if TYPE_CHECKING:
+
+    class Preference(Section):
+        """Objectives of preferences. A blank parameter has the objective's usual value."""
+
+else:  # Its fields are what objectives declare.
+    Preference = create_model(
+        "Preference",
+        __base__=Section,
+        __doc__="Objectives of preferences. A blank parameter has the objective's usual value.",
+        __module__=__name__,
+        **{name: (_field(one), ...) for name, one in LOSS_PARAMETERS.items()},
+    )
 
 
 class Train(BaseWeights):

@@ -39,7 +39,6 @@ from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions
 from lean_finetune.model.precision import precision_of, resolved
 from lean_finetune.objectives.objective import AnswerObjective, PairObjective
-from lean_finetune.objectives.row_kind import LABEL
 from lean_finetune.pinning.read_locks import read_tokenizer_lock
 from lean_finetune.run.assets import Assets
 from lean_finetune.run.rows import complete_rows
@@ -149,7 +148,7 @@ def _choose_rows(
     """Choose held-out rows and prompts; `positions` of the model."""
     kind = p.train.row_kind
     numbers = np.arange(len(rows))
-    is_better = kind.is_better(numbers, rows.column(LABEL))
+    is_better = kind.is_better(numbers, rows.column(kind.label_column))
     rows.dropped = rows.dropped | (numbers % kind.token_rows > 0)
     chosen = np.array(spread_rows(rows.used, p.evaluate.loss_rows), np.int64)
     better, worse = chosen[is_better[chosen]], chosen[~is_better[chosen]]

@@ -57,14 +57,14 @@ class HeldoutLabels(HeldoutAnswers):
             logps=torch.from_numpy(logps[answers]),
             tokens=torch.from_numpy(self.rows.supervised[self.labelled].astype(np.float64)),
             reference=torch.from_numpy(reference[self.labelled].astype(np.float64)),
-            desirable=torch.arange(better + worse) < better,
+            better=torch.arange(better + worse) < better,
         )
         totals = StepTotals(
             count=better + worse,
             better=better,
             worse=worse,
             better_tokens=int(self.rows.supervised[self.desirable].sum()),
-            kl=torch.tensor(max(float(ratios[~answers].mean()), 0.0), dtype=torch.float64),
+            untrained=self.objective.of_step(torch.tensor(float(ratios[~answers].mean()), dtype=torch.float64)),
         )
         better_sum, worse_sum, right = self.objective.judged(sums, totals, self.values).tolist()
         chosen = better_sum / better if better else None

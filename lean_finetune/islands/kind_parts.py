@@ -10,7 +10,7 @@ from lean_finetune.rows.batch_part import BatchPart
 
 def parts_of_kind(kind: RowKind, tokens: AnswerRows, rows: np.ndarray) -> tuple[BatchPart, ...]:
     """What objectives need of some rows besides tokens."""
-    return (Answers.of(tokens, rows),) if kind.compared else ()
+    return (Answers.of(kind, tokens, rows),) if kind.compared else ()
 
 
 def empty_parts(kind: RowKind, rows: int, trained: int, device: torch.device | str) -> tuple[BatchPart, ...]:

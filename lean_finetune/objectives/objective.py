@@ -23,8 +23,8 @@ class RowSums:
     """Number of trained tokens, fp32."""
     reference: "Tensor | None"
     """`logps` under the reference model; None for objectives without one."""
-    desirable: "Tensor | None"
-    """Whether the answer is desirable, bool; None for pairs."""
+    better: "Tensor | None"
+    """Whether the answer is to become more likely, by its label, bool; None for kinds of rows without labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,21 +32,32 @@ class StepTotals:
     """Figures of an optimizer step's rows, over all micro-batches and processes."""
 
     count: int
-    """Rows of the data: pairs, or labelled rows."""
+    """Rows of the data."""
     better: int
-    """Chosen or desirable answers."""
+    """Answers that are to become more likely."""
     worse: int
-    """Rejected or undesirable answers."""
+    """The others."""
     better_tokens: int
-    """Trained tokens of the chosen answers."""
-    kl: "Tensor | None" = None
-    """Divergence from the reference: the mean log-ratio of the mismatched answers, at least 0, a detached fp32 scalar.
-    None without such answers."""
+    """Trained tokens of the better answers."""
+    untrained: "Tensor | None" = None
+    """`AnswerObjective.of_step`, a detached fp32 scalar; None where all rows of tokens are trained."""
 
 
-Judged = Literal["tokens", "answers", "scores", "divergence"]
-"""What a loss is made of: the cross-entropy of tokens, log-probabilities of answers, scores of a reward model, or
-log-probabilities of answers and the step's divergence from the reference."""
+Judged = Literal["tokens", "answers", "scores"]
+"""What a loss is made of: the cross-entropy of tokens, log-probabilities of answers, or scores of a reward model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossParameter:
+    """A number in section train.preference; blank there, it has the objective's usual value."""
+
+    text: str
+    """What it does."""
+    least: float | None = None
+    above: float | None = None
+    """It is larger than this."""
+    below: float | None = None
+    """It is smaller than this."""
 
 
 class Objective:
@@ -65,6 +76,8 @@ class Objective:
     """Whether the loss needs log-probabilities under the model before training."""
     defaults: ClassVar[Mapping[str, float]] = MappingProxyType({})
     """The parameters of train.preference that it reads, with their values where params.yaml leaves them blank."""
+    parameters: ClassVar[Mapping[str, LossParameter]] = MappingProxyType({})
+    """What it adds to the keys of train.preference. Objectives may share one."""
 
     @property
     def compares(self) -> bool:
@@ -85,6 +98,19 @@ class AnswerObjective(Objective, ABC):
     """
 
     judges: ClassVar[Judged] = "answers"
+    figure_name: ClassVar[str] = ""
+    """Of `of_step` in the curves; blank without it."""
+
+    def of_untrained(self, rows: RowSums) -> "Tensor":
+        """A figure of each row of tokens that is not trained, fp32 (R,).
+
+        Called where `RowKind.passes` is above 1, before the first `step_loss`, without gradients.
+        """
+        raise NotImplementedError(f"objective {self.name} trains all rows of tokens")
+
+    def of_step(self, mean: "Tensor") -> "Tensor":
+        """What the loss needs of the whole step, from the mean of `of_untrained` over its rows of the data."""
+        return mean
 
     @abstractmethod
     def step_loss(self, rows: RowSums, step: StepTotals, values: Mapping[str, float]) -> "Tensor":
@@ -154,10 +180,26 @@ class PairSums:
         return self.rejected - self.rejected_reference
 
 
+BETA = LossParameter(
+    text="Strength of the preference loss: the inverse of the distance to the reference, or the scale of a difference.",
+    above=0.0,
+)
+
+
 class PairObjective(AnswerObjective):
     """A mean of losses of pairs, plus `sft_weight` times the cross-entropy of the chosen answers if it reads that."""
 
     kind = RowKind.PAIR
+    parameters = {
+        "beta": BETA,
+        "gamma": LossParameter(text="simpo: the margin between the rewards.", least=0.0),
+        "label_smoothing": LossParameter(
+            text="Share of the pairs that are taken to be in the wrong order.", least=0.0, below=0.5
+        ),
+        "sft_weight": LossParameter(
+            text="Weight of the cross-entropy of the chosen answers, a mean over their tokens.", least=0.0
+        ),
+    }
 
     @abstractmethod
     def losses(self, pairs: PairSums, values: Mapping[str, float]) -> "Tensor":

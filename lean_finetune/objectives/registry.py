@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lean_finetune.objectives.objective import (
+    BETA,
     AnswerObjective,
+    LossParameter,
     Objective,
     PairObjective,
     PairSums,
@@ -137,17 +139,31 @@ class Kto(AnswerObjective):
 
     name = "kto"
     kind = RowKind.LABELLED
-    judges = "divergence"
     has_reference = True
+    figure_name = "kl"
     defaults = {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}
+    parameters = {
+        "beta": BETA,
+        "desirable_weight": LossParameter(text="kto: weight of the losses of desirable answers.", above=0.0),
+        "undesirable_weight": LossParameter(text="kto: weight of the losses of undesirable answers.", above=0.0),
+    }
+
+    def of_untrained(self, rows: RowSums) -> "Tensor":
+        """See the base class: the log-ratios of mismatched answers."""
+        assert rows.reference is not None, "the objective needs a reference"
+        return rows.logps - rows.reference
+
+    def of_step(self, mean: "Tensor") -> "Tensor":
+        """See the base class: the divergence from the reference, at least 0."""
+        return mean.clamp(min=0.0)
 
     def step_loss(self, rows: RowSums, step: StepTotals, values: Mapping[str, float]) -> "Tensor":
         """See the base class."""
         import torch
 
-        assert rows.desirable is not None, "the objective needs labels"
+        assert rows.better is not None, "the objective needs labels"
         advantage = self._advantage(rows, step, values)
-        weights = torch.where(rows.desirable, values["desirable_weight"], values["undesirable_weight"])
+        weights = torch.where(rows.better, values["desirable_weight"], values["undesirable_weight"])
         losses = weights * (1.0 - torch.sigmoid(advantage))
         return losses.sum() * (1.0 / step.count)
 
@@ -155,18 +171,18 @@ class Kto(AnswerObjective):
         """See the base class."""
         import torch
 
-        assert rows.reference is not None and rows.desirable is not None
+        assert rows.reference is not None and rows.better is not None
         rewards = values["beta"] * (rows.logps - rows.reference)
-        sums = [(rewards * chosen).sum() for chosen in (rows.desirable, ~rows.desirable)]
+        sums = [(rewards * chosen).sum() for chosen in (rows.better, ~rows.better)]
         return torch.stack([*sums, rightness(self._advantage(rows, step, values)).sum()])
 
     def _advantage(self, rows: RowSums, step: StepTotals, values: Mapping[str, float]) -> "Tensor":
         """How far each log-ratio is on the right side of the divergence, times beta."""
         import torch
 
-        assert rows.reference is not None and rows.desirable is not None and step.kl is not None
-        above = values["beta"] * (rows.logps - rows.reference - step.kl)
-        return torch.where(rows.desirable, above, -above)
+        assert rows.reference is not None and rows.better is not None and step.untrained is not None
+        above = values["beta"] * (rows.logps - rows.reference - step.untrained)
+        return torch.where(rows.better, above, -above)
 
 
 class Reward(PairObjective):
@@ -192,4 +208,10 @@ class Reward(PairObjective):
 _ALL: tuple[type[Objective], ...] = (Sft, Dpo, Ipo, Simpo, Cpo, Orpo, Kto, Reward)
 OBJECTIVES: dict[str, Objective] = {kind.name: kind() for kind in _ALL}
 """By name."""
+LOSS_PARAMETERS = {name: one for objective in OBJECTIVES.values() for name, one in objective.parameters.items()}
+"""The keys of train.preference."""
+OWN_FIGURES = tuple(
+    one.figure_name for one in OBJECTIVES.values() if isinstance(one, AnswerObjective) and one.figure_name
+)
+"""Names of the figures of a step that single objectives have."""
 SFT = Sft.name

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     import numpy as np
 
-LABEL = "desirable"
-"""Column of token files: whether the answer of a labelled row is desirable."""
 REFERENCE = "reference"
 """What stage reference gives rows of tokens: the log-probability of their trained tokens, float32."""
 
@@ -60,9 +58,11 @@ class RowKind:
     compared: bool = False
     """Whether the objective compares answers. Then batches have the length of each, and no parts beside tokens."""
     labels: tuple[str, ...] = ()
-    """Columns of the data, of which each row has one: true if its answer is desirable."""
+    """Columns of the data, of which each row has one: true if its answer is to become more likely."""
+    label_column: str = ""
+    """The column of token files with these; blank for kinds without labels."""
     balance: str = ""
-    """What the number of desirable and undesirable rows, {good} and {bad}, should be, where `is_balanced` is false."""
+    """What the number of rows of either label, {good} and {bad}, should be, where `is_balanced` is false."""
     number_labels: tuple[str, ...] = ()
     """Those of `labels` in which 0 and 1 are labels in any rows; elsewhere a number may be a class."""
     words: KindWords = KindWords()
@@ -125,6 +125,7 @@ RowKind.LABELLED = RowKind(
     token_rows=2,
     compared=True,
     labels=("label", "kto_tag"),  # TRL and ms-swift, LLaMA-Factory.
+    label_column="desirable",
     number_labels=("kto_tag",),
     balance="KTO's authors advise {good} x desirable_weight = 1 to 1.33 x {bad} x undesirable_weight "
     "(train.preference; arXiv 2402.01306, eq. 8)",

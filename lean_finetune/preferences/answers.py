@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from lean_finetune.objectives.row_kind import LABEL, REFERENCE, RowKind
+from lean_finetune.objectives.row_kind import REFERENCE, RowKind
 from lean_finetune.rows.batch_part import BatchPart
 
 
@@ -33,18 +33,18 @@ class Answers(BatchPart):
     """The same as fp32."""
     reference_R: torch.Tensor | None
     """fp32: log-probability of a row's trained tokens under the reference; None for objectives without one."""
-    desirable_R: torch.Tensor | None = None
-    """bool: the labels of rows; None for pairs."""
+    better_R: torch.Tensor | None = None
+    """bool: the labels of rows; None for kinds of rows without labels."""
 
     @staticmethod
-    def of(tokens: AnswerRows, rows: np.ndarray) -> "Answers":
+    def of(kind: RowKind, tokens: AnswerRows, rows: np.ndarray) -> "Answers":
         """Those of some rows."""
-        counts, reference, desirable = tokens.supervised[rows], tokens.column(REFERENCE), tokens.column(LABEL)
+        counts, reference, better = tokens.supervised[rows], tokens.column(REFERENCE), tokens.column(kind.label_column)
         return Answers(
             counts=tuple(counts.tolist()),
             tokens_R=torch.from_numpy(counts.astype(np.float32)),
             reference_R=None if reference is None else torch.from_numpy(reference[rows]),
-            desirable_R=None if desirable is None else torch.from_numpy(desirable[rows]),
+            better_R=None if better is None else torch.from_numpy(better[rows]),
         )
 
     @staticmethod
@@ -56,7 +56,7 @@ class Answers(BatchPart):
             counts=tuple(most + (number < more) for number in range(rows)),
             tokens_R=tokens_R,
             reference_R=reference_R,
-            desirable_R=torch.empty(rows, dtype=torch.bool, device=device) if kind.labels else None,
+            better_R=torch.empty(rows, dtype=torch.bool, device=device) if kind.labels else None,
         )
 
     def to(self, device: torch.device | str) -> "Answers":
@@ -70,7 +70,7 @@ class Answers(BatchPart):
             self,
             tokens_R=self.tokens_R.to(device, non_blocking=pinned),
             reference_R=moved(self.reference_R),
-            desirable_R=moved(self.desirable_R),
+            better_R=moved(self.better_R),
         )
 
     def pinned(self) -> "Answers":
@@ -83,7 +83,7 @@ class Answers(BatchPart):
             self,
             tokens_R=self.tokens_R.pin_memory(),
             reference_R=pinned(self.reference_R),
-            desirable_R=pinned(self.desirable_R),
+            better_R=pinned(self.better_R),
         )
 
 

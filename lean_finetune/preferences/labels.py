@@ -11,11 +11,13 @@ import pyarrow as pa
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.format_base import Labelled
 from lean_finetune.data.read.arrow_batches import from_numpy
-from lean_finetune.objectives.row_kind import LABEL, RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.rows.columns import InspectedRows, RowColumns
 
 if TYPE_CHECKING:
     from lean_finetune.data.format.format_base import Example, SourceFormat
+
+COLUMN = RowKind.LABELLED.label_column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class LabelColumns(RowColumns):
     """The labels of answers. A mismatch has that of its row."""
 
     rows_text = "rows with labels"
-    fields = (pa.field(LABEL, pa.bool_(), nullable=False),)
+    fields = (pa.field(COLUMN, pa.bool_(), nullable=False),)
 
     kind: str
     """Name of the kind of rows."""
@@ -52,7 +54,7 @@ class LabelColumns(RowColumns):
         for path in sorted(rows.glob("*.arrow")):
             with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
                 for number in range(reader.num_record_batches):
-                    labels = reader.get_batch(number).column(LABEL).to_numpy(zero_copy_only=False)
+                    labels = reader.get_batch(number).column(COLUMN).to_numpy(zero_copy_only=False)
                     used = True if dropped is None else ~dropped[start : start + len(labels)]
                     start += len(labels)
                     found += int((labels & used)[::2].sum())

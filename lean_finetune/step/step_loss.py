@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lean_finetune.config.schema import Train
 from lean_finetune.objectives.objective import AnswerObjective, Judged, Objective, RowSums, StepTotals
-from lean_finetune.objectives.row_kind import LABEL
+from lean_finetune.objectives.registry import OWN_FIGURES
 from lean_finetune.preferences.answers import Answers, answers_of
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.head_loss import TokenRule
@@ -23,9 +23,9 @@ from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.weights.attachment import weight_scale
 from lean_finetune.weights.weight_part import weights_of
 
-FIGURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
-"""Figures of a step: the mean rewards of the chosen (or desirable) and of the rejected answers, their difference, the
-share of pairs (or labelled answers) that the model judges right, and the divergence from the reference."""
+FIGURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", *OWN_FIGURES)
+"""Figures of a step: the mean rewards of the better and of the worse answers, their difference, the share of pairs (or
+of labelled answers) that the model judges right, and those that single objectives have."""
 
 Evaluate = Callable[[Batch, Callable[[nn.Module, Batch], None]], None]
 """Calls a function with the model and a batch, without gradients."""
@@ -47,7 +47,7 @@ class StepGoal:
     @classmethod
     def of(cls, train: Train, tokens: TokenRows, rows: np.ndarray, supervised_tokens: int = 1) -> "StepGoal":
         """That of `rows`, the trained rows of tokens of a step."""
-        better = train.goal.kind.is_better(rows, tokens.column(LABEL))
+        better = train.goal.kind.is_better(rows, tokens.column(train.goal.kind.label_column))
         totals = StepTotals(
             count=len(rows) // train.goal.kind.unit,
             better=int(better.sum()),
@@ -110,7 +110,7 @@ class TokenLoss:
         return summed / tokens
 
     def figures(self, parallel: ParallelModel) -> tuple[torch.Tensor, ...]:
-        """`FIGURES` of the step, over all processes, one fp32 tensor (5,); none where answers are not compared."""
+        """`FIGURES` of the step, over all processes, one fp32 tensor with all; none where answers are not compared."""
         return ()
 
 
@@ -124,6 +124,29 @@ class AnswerLoss(TokenLoss):
         self.objective, self.values, self.totals, self.loss_scale = goal.objective, goal.values, goal.totals, loss_scale
         self.sums: list[torch.Tensor] = []
         """What the objective judged of each micro-batch, fp32 (3,)."""
+        self.untrained: list[torch.Tensor] = []
+        """Of each micro-batch of rows that are not trained, the sum of the objective's figure, fp32 scalars."""
+
+    def before(self, batches: Iterable[Batch], evaluate: Evaluate, parallel: ParallelModel) -> None:
+        """See the base class. In evaluation mode: nothing is recomputed, so layers need no checkpoints."""
+        if self.objective.kind.passes == 1:
+            return
+        parallel.model.eval()
+        for batch in batches:
+            evaluate(batch, self._add_untrained)
+            del batch
+        parallel.model.train()
+        mean = parallel.sum_over_ranks(torch.stack(self.untrained).sum()) / self.totals.count
+        self.totals = replace(self.totals, untrained=self.objective.of_step(mean))
+
+    def _add_untrained(self, model: nn.Module, batch: Batch) -> None:
+        """Take a micro-batch of rows that are not trained."""
+        losses_N = token_losses(model, batch, self.chunk or batch.input_ids_BT.numel())
+        answers = answers_of(batch.parts)
+        if not answers.counts:  # Padding for a process without work.
+            self.untrained.append(losses_N.sum())
+            return
+        self.untrained.append(self.objective.of_untrained(row_sums(summed_logps(losses_N, answers), answers)).sum())
 
     def rule(self, batch: Batch) -> TokenRule:
         """See the base class: the loss of a micro-batch, and its derivatives by the cross-entropy of each token."""
@@ -144,9 +167,7 @@ class AnswerLoss(TokenLoss):
 
     def of_rows(self, logps_R: torch.Tensor, answers: Answers) -> torch.Tensor:
         """The loss of a micro-batch from the log-probabilities of its rows; appends to `sums`."""
-        rows = RowSums(
-            logps=logps_R, tokens=answers.tokens_R, reference=answers.reference_R, desirable=answers.desirable_R
-        )
+        rows = row_sums(logps_R, answers)
         loss = self.objective.step_loss(rows, self.totals, self.values) * self.loss_scale
         with torch.no_grad():
             self.sums.append(self.objective.judged(rows, self.totals, self.values))
@@ -164,8 +185,9 @@ class AnswerLoss(TokenLoss):
             total / count if count else torch.full_like(total, torch.nan)
             for total, count in ((better, totals.better), (worse, totals.worse))
         )
-        kl = torch.full_like(chosen, torch.nan) if totals.kl is None else totals.kl
-        return (torch.stack([chosen, rejected, chosen - rejected, right / totals.count, kl]),)
+        own = (totals.untrained if name == self.objective.figure_name else None for name in OWN_FIGURES)
+        own_or_nan = (torch.full_like(chosen, torch.nan) if value is None else value for value in own)
+        return (torch.stack([chosen, rejected, chosen - rejected, right / totals.count, *own_or_nan]),)
 
 
 class ScoreLoss(AnswerLoss):
@@ -180,39 +202,6 @@ class ScoreLoss(AnswerLoss):
         return self.of_rows(scores_R, answers)
 
 
-class DivergenceLoss(AnswerLoss):
-    """The loss of an objective that needs the step's divergence from the reference before it judges an answer.
-
-    It is the mean log-ratio of mismatched answers, the rows of tokens that are not trained.
-    """
-
-    def __init__(self, goal: StepGoal, chunk: int | None, loss_scale: float = 1.0):
-        """See the base class."""
-        super().__init__(goal, chunk, loss_scale)
-        self.ratios: list[torch.Tensor] = []
-        """Of each micro-batch of mismatched answers, the sum of their log-ratios, fp32 scalars."""
-
-    def before(self, batches: Iterable[Batch], evaluate: Evaluate, parallel: ParallelModel) -> None:
-        """See the base class. In evaluation mode: nothing is recomputed, so layers need no checkpoints."""
-        parallel.model.eval()
-        for batch in batches:
-            evaluate(batch, self._add_ratios)
-            del batch
-        parallel.model.train()
-        ratio = parallel.sum_over_ranks(torch.stack(self.ratios).sum()) / self.totals.count
-        self.totals = replace(self.totals, kl=ratio.clamp(min=0.0))
-
-    def _add_ratios(self, model: nn.Module, batch: Batch) -> None:
-        """Take a micro-batch of mismatched answers."""
-        losses_N = token_losses(model, batch, self.chunk or batch.input_ids_BT.numel())
-        answers = answers_of(batch.parts)
-        if not answers.counts:  # Padding for a process without work.
-            self.ratios.append(losses_N.sum())
-            return
-        assert answers.reference_R is not None, "the objective needs a reference"
-        self.ratios.append((summed_logps(losses_N, answers) - answers.reference_R).sum())
-
-
 def _token_loss(goal: StepGoal, chunk: int | None, loss_scale: float) -> TokenLoss:
     return TokenLoss(chunk, goal.supervised_tokens / loss_scale, goal.weight_scale)
 
@@ -221,9 +210,13 @@ LOSSES: Mapping[Judged, Callable[[StepGoal, int | None, float], TokenLoss]] = {
     "tokens": _token_loss,
     "answers": AnswerLoss,
     "scores": ScoreLoss,
-    "divergence": DivergenceLoss,
 }
 """By what an objective judges."""
+
+
+def row_sums(logps_R: torch.Tensor, answers: Answers) -> RowSums:
+    """What the objective gets of rows, from their log-probabilities or scores."""
+    return RowSums(logps=logps_R, tokens=answers.tokens_R, reference=answers.reference_R, better=answers.better_R)
 
 
 def summed_logps(losses_N: torch.Tensor, answers: Answers) -> torch.Tensor:

@@ -12,8 +12,8 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.data.shards.mismatches import other_rows
 from lean_finetune.evaluate.evaluate_run import _choose_rows
 from lean_finetune.evaluate.label_figures import HeldoutLabels
-from lean_finetune.objectives.row_kind import LABEL
 from lean_finetune.plan.batch_plan import read_plan
+from lean_finetune.preferences.labels import COLUMN
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.token_rows import TokenRows
@@ -51,7 +51,7 @@ def test_a_row_is_followed_by_its_prompt_with_the_answer_to_another(run, tmp_pat
     for split in ("train", "heldout"):
         tokens = TokenRows(Path("data/tokens"), split)
         used = tokens.used.reshape(-1, 2)
-        found = tokens.column(LABEL)
+        found = tokens.column(COLUMN)
         assert found is not None and (used[:, 0] % 2 == 0).all() and (used[:, 1] == used[:, 0] + 1).all()
         texts = []
         for number in range(len(tokens)):
@@ -112,7 +112,7 @@ def test_loss_rows_count_rows_of_both_labels(run, tmp_path, tiny_dir):
     limits = EvaluationLimits.from_params(p, held_out.supervised)
     labels = _choose_rows(p, tokens, held_out, limits, None, tokenizer).compared
     assert isinstance(labels, HeldoutLabels) and len(labels.desirable) + len(labels.undesirable) == 5
-    found = labels.rows.column(LABEL)
+    found = labels.rows.column(COLUMN)
     assert found is not None and found[labels.desirable].all() and not found[labels.undesirable].any()
 
 

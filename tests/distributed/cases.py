@@ -151,7 +151,7 @@ def with_answers(case: Case, layout: ParallelLayout, rank: int, turned: int = 0)
             counts=tuple(counts),
             tokens_R=torch.tensor(counts, dtype=torch.float32),
             reference_R=torch.from_numpy(REFERENCE[numbers]),
-            desirable_R=torch.from_numpy(DESIRABLE[numbers]),
+            better_R=torch.from_numpy(DESIRABLE[numbers]),
         )
         batch = collate(group, sum(lengths) if case.flat else max(lengths), 0, flat=case.flat)
         found.append(replace(batch, parts=(answers,)))

@@ -104,7 +104,7 @@ def random_batch(shape: BatchShape, vocabulary: int, device: torch.device | None
     if (weights_N := weights_of(parts)) is not None:
         weights_N.fill_(1)
     for answers in (part for part in parts if isinstance(part, Answers)):
-        for values_R in (answers.reference_R, answers.desirable_R):
+        for values_R in (answers.reference_R, answers.better_R):
             if values_R is not None:
                 values_R.fill_(1)
         answers.tokens_R.copy_(torch.tensor(answers.counts))

@@ -15,7 +15,7 @@ from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.loss import causal_lm, decoder_hidden
 from lean_finetune.step.offload.activation_offload import KEPT
 from lean_finetune.step.parallel_model import ParallelModel
-from lean_finetune.step.step_loss import DivergenceLoss, StepGoal, known_figures
+from lean_finetune.step.step_loss import AnswerLoss, StepGoal, known_figures
 from lean_finetune.step.training_step import training_step
 from lean_finetune.step.update.loss_scaler import LossScaler
 from tests.kit.loaded import load_model
@@ -42,7 +42,7 @@ def batch_of(rows: list[np.ndarray], numbers: list[int], reference: np.ndarray, 
         counts=counts,
         tokens_R=torch.tensor(counts).float(),
         reference_R=torch.from_numpy(reference[numbers]),
-        desirable_R=torch.from_numpy(DESIRABLE[numbers]),
+        better_R=torch.from_numpy(DESIRABLE[numbers]),
     )
     return replace(collate(chosen, sum(lengths) if flat else max(lengths), 0, flat=flat), parts=(answers,))
 
@@ -129,12 +129,12 @@ def test_a_step_of_one_label_has_no_figures_of_the_other():
     assert isinstance(kto, Kto)
     totals = StepTotals(count=2, better=2, worse=0, better_tokens=4)
     loss = StepGoal(objective=kto, values=kto.defaults, totals=totals).begin(None)
-    assert isinstance(loss, DivergenceLoss)
-    loss.ratios.append(torch.tensor(-3.0))
+    assert isinstance(loss, AnswerLoss)
+    loss.untrained.append(torch.tensor(-3.0))
     parallel = ParallelModel(torch.nn.Linear(1, 1))
     loss.before((), lambda batch, compute: None, parallel)
     answers = Answers(
-        counts=(1, 1), tokens_R=torch.ones(2), reference_R=torch.zeros(2), desirable_R=torch.ones(2, dtype=torch.bool)
+        counts=(1, 1), tokens_R=torch.ones(2), reference_R=torch.zeros(2), better_R=torch.ones(2, dtype=torch.bool)
     )
     assert loss.of_rows(torch.zeros(2), answers).item() == 0.5
     assert known_figures(loss.figures(parallel)) == {"reward_chosen": 0.0, "reward_accuracy": 0.5, "kl": 0.0}

@@ -12,7 +12,7 @@ import pytest
 
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
-from lean_finetune.objectives.row_kind import LABEL, REFERENCE, RowKind
+from lean_finetune.objectives.row_kind import REFERENCE, RowKind
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.offload.activation_offload import make_offload
 from lean_finetune.step.offload.disk_weights import DiskPlace
@@ -240,7 +240,7 @@ def labelled_job(model: Path, directory: Path, **spec: Any) -> TrainJob:
     """A run of KTO: rows 0, 2, 4, … have labels, and each is followed by its mismatch."""
     rows, heldout = random_tokens(directory, random_lengths(6, 30, 2 * STEPS * 4), heldout_rows=8)
     for split in (rows, heldout):
-        split.give(LABEL, np.arange(len(split)) // 2 % 2 == 0)
+        split.give(RowKind.LABELLED.label_column, np.arange(len(split)) // 2 % 2 == 0)
         split.give(REFERENCE, np.linspace(-60, -20, len(split), dtype=np.float32))
     planned = plan_of(rows, np.arange(0, len(rows), 2).reshape(STEPS, 2, 2).tolist())
     longest = [int(np.maximum(rows.lengths[one.rows], rows.lengths[one.rows + 1]).max()) for one in all_of(planned)]

@@ -380,7 +380,7 @@ class RunPosition:
         @contextmanager
         def tracked_phase(name: str) -> Iterator[None]:
             if name == FORWARD:
-                # Mismatched answers pass through the model before the answers of the same micro-batches.
+                # Rows that are not trained pass through the model before the trained rows of the same micro-batches.
                 self._number = 0 if self._number is None else (self._number + 1) % len(self._micro_batches)
             with self.phase(name), phase(name):
                 yield
