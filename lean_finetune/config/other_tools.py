@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.core.read_yaml import read_yaml
+from lean_finetune.objectives.registry import OBJECTIVES
 
 TABLES = Path(__file__).parents[1] / "other_tools"
-SHARED = "shared.yaml"
+SHARED, OF_OBJECTIVES = "shared.yaml", "objectives.yaml"
 Table = Mapping[str, Any]
 
 
@@ -26,9 +27,31 @@ def shared() -> Table:
 
 
 @cache
+def of_objectives() -> Mapping[str, Table]:
+    """By objective of preferences, what each tool calls it, its parameters and its rows."""
+    return dict(_read_table(TABLES / OF_OBJECTIVES))
+
+
+@cache
 def tables() -> tuple[Table, ...]:
     """One table for each tool."""
-    return tuple(_read_table(path) for path in sorted(TABLES.glob("*.yaml")) if path.name != SHARED)
+    paths = [path for path in sorted(TABLES.glob("*.yaml")) if path.name not in (SHARED, OF_OBJECTIVES)]
+    return tuple(_with_objectives(_read_table(path), path.stem) for path in paths)
+
+
+def _with_objectives(table: Table, tool: str) -> Table:
+    """The table of a tool with its names of objectives, of their parameters and of their rows."""
+    keys, own = dict(table["keys"]), {}
+    by_kind = {name: dict(table[name]) for name in ("row_types", "user_types") if name in table}
+    for objective, tools in of_objectives().items():
+        own[objective] = found = tools.get(tool, {})
+        for key, value in found.get("names", {}).items():
+            keys[key] = {**keys[key], "values": {**keys[key]["values"], value: objective}}
+        keys |= found.get("keys", {})
+        for name in by_kind.keys() & found.keys():
+            by_kind[name][OBJECTIVES[objective].kind.name] = found[name]
+    only = {name: one["only_keys"] for name, one in reversed(own.items()) if "only_keys" in one}
+    return {**table, **by_kind, "keys": keys, "objectives": own, "objective_of_keys": only}
 
 
 def our_names(key: str) -> list[str]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.commands.convert.objectives import PRETRAINING
+from lean_finetune.config.other_tools import Table, of_objectives
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.format import pair_formats, row_formats  # noqa: F401 - registers the formats
-from lean_finetune.data.format.format_base import FORMATS, LABELS
+from lean_finetune.data.format.format_base import FORMATS
 from lean_finetune.objectives.registry import OBJECTIVES, SFT
 from lean_finetune.pinning.config_file import NotAnObject, read_object
 
@@ -45,9 +46,9 @@ REFUSED = {
     "folder": "a folder of a hub repository cannot be named here; download it and name it in file_name",
 }
 MEDIA_COLUMNS = ("videos", "audios")
-LABEL = "kto_tag"
-"""Its column of labels."""
-PREFERENCE_COLUMNS = ("chosen", "rejected", LABEL)
+PAIR_COLUMNS = ("chosen", "rejected")
+TOOL = "llama_factory"
+"""Its name in the tables."""
 TEXT = (SFT, PRETRAINING)
 """Objectives without preferences: LLaMA-Factory's stages of supervised fine-tuning and of plain text."""
 
@@ -70,15 +71,28 @@ def _wrong_kind(entry: Mapping[str, Any], objective: str) -> list[str]:
     columns = entry.get("columns") or {}
     if objective in TEXT:
         preferences = ["ranking"] if entry.get("ranking") else []
-        preferences += [f"columns.{key}" for key in PREFERENCE_COLUMNS if columns.get(key)]
-        reasons = [f"{key}: preferences need a stage that trains them (dpo, kto or rm)" for key in preferences]
+        preferences += [f"columns.{key}" for key in (*PAIR_COLUMNS, *_label_columns()) if columns.get(key)]
+        *stages, last = sorted(one["names"]["stage"] for one in _known() if "stage" in one.get("names", {}))
+        wanted = f"{', '.join(stages)} or {last}"
+        reasons = [f"{key}: preferences need a stage that trains them ({wanted})" for key in preferences]
     elif OBJECTIVES[objective].kind.labels:
-        needed = f"columns.{LABEL}: must name the column of the labels, for {objective}"
-        reasons = [] if columns.get(LABEL) else [needed]
+        label = of_objectives()[objective][TOOL]["label"]
+        needed = f"columns.{label}: must name the column of the labels, for {objective}"
+        reasons = [] if columns.get(label) else [needed]
     else:
         reasons = [] if entry.get("ranking") else [f"ranking: must be true, for pairs of {objective}"]
     media = [key for key in (*MEDIA_COLUMNS, *(() if objective == SFT else ("images",))) if columns.get(key)]
     return reasons + [f"columns.{key}: is not trained here with objective {objective}" for key in media]
+
+
+def _known() -> list[Table]:
+    """What the tool calls each objective of preferences that it has."""
+    return [one[TOOL] for one in of_objectives().values() if TOOL in one]
+
+
+def _label_columns() -> list[str]:
+    """The tool's names of columns with labels."""
+    return [one["label"] for one in _known() if "label" in one]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +182,12 @@ def _described(name: str, entry: Mapping[str, Any], where: str, directory: Path,
 def _columns(columns: Mapping[str, str], formatting: str, objective: str, where: str) -> tuple[str, dict[str, str]]:
     """Our format, and the column of each of its keys."""
     if objective not in TEXT:
-        keys = {**OUR_KEYS[formatting], **SHARED_KEYS, "chosen": "chosen", "rejected": "rejected"}
-        named = {keys[name]: column for name, column in columns.items() if column and name != LABEL}
-        label = columns.get(LABEL, "label")
-        named |= {} if label in LABELS else {"label": label}
-        suffix = "" if OBJECTIVES[objective].kind.labels else "_preference"
+        keys = {**OUR_KEYS[formatting], **SHARED_KEYS, **{key: key for key in PAIR_COLUMNS}}
+        labels, label_columns = OBJECTIVES[objective].kind.labels, _label_columns()
+        named = {keys[name]: column for name, column in columns.items() if column and name not in label_columns}
+        label = next((columns[name] for name in label_columns if name in columns), None)
+        named |= {} if label is None or label in labels else {labels[0]: label}
+        suffix = "" if labels else "_preference"
         return f"{NAMED_FORMATS.get(formatting, formatting)}{suffix}", named or DEFAULT_COLUMNS[formatting]
     if objective == PRETRAINING or (formatting == "alpaca" and columns and "response" not in columns):
         if formatting != "alpaca" or "response" in columns or not columns:

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.commands.convert.conversions import Converted
-from lean_finetune.config.other_tools import Table
+from lean_finetune.config.other_tools import Table, of_objectives
 from lean_finetune.core.errors import UserError
 from lean_finetune.objectives.registry import OBJECTIVES, SFT
 
 PRETRAINING = "pt"
 """LLaMA-Factory's stage for rows of plain text. The objective is the same."""
-NAMED_BY_PATH = re.compile(r"(?i)(?<![a-z])(dpo|orpo|kto|cpo|simpo)(?![a-z])")
 PATH_PARTS = 3
 """Parts of a path in which the name of a trainer is looked for."""
 SECTION = "train.preference."
@@ -34,7 +33,7 @@ def combine_objective(facts: Mapping[str, Any], converted: Converted, table: Tab
     if name not in OBJECTIVES:
         raise UserError(f"{path}: objective {name} is not done here; run it with {table['tool']}")
     values, objective = converted.values, OBJECTIVES[name]
-    own = (table.get("objectives") or {}).get(name, {})
+    own = table["objectives"].get(name, {})
     for key, value in own.get("values", {}).items():
         if key not in converted.used.values():
             values[key] = value
@@ -61,9 +60,10 @@ def _objective(facts: Mapping[str, Any], converted: Converted, table: Table, pat
     """The objective by what names it: a key, the trainer that only reads such keys, or the file's path."""
     named, loss = facts.get("objective"), facts.get("pair_loss")
     if named is None:
-        trainers = table.get("objective_of_keys", {})
+        trainers = table["objective_of_keys"]
         named = next((name for name, keys in trainers.items() if any(key in converted.keys for key in keys)), None)
-        by_path = NAMED_BY_PATH.search("/".join(path.parts[-PATH_PARTS:]))
+        in_paths = "|".join(name for name, one in of_objectives().items() if one.get("in_paths"))
+        by_path = re.search(rf"(?i)(?<![a-z])({in_paths})(?![a-z])", "/".join(path.parts[-PATH_PARTS:]))
         if named == "dpo" and loss in (None, "dpo"):
             named, why = (by_path[1].lower(), "by its path") if by_path else ("dpo", "by its keys")
             converted.differs.append(

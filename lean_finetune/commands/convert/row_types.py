@@ -9,7 +9,7 @@ from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.config.other_tools import Table
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.data.format import pair_formats, row_formats  # noqa: F401 - registers the formats
-from lean_finetune.data.format.format_base import FORMATS, LABELS
+from lean_finetune.data.format.format_base import FORMATS
 from lean_finetune.data.format.messages import ROLE_KEYS, ROLE_NAMES, ROLES_KEY, TEXT_KEYS
 from lean_finetune.objectives.row_kind import RowKind
 
@@ -19,7 +19,6 @@ FALLBACK = "tokenizer_default"
 """How names of the tokenizer's own template begin in Axolotl."""
 INLINE = "jinja"
 """Axolotl's name for the template of chat_template_jinja."""
-LABEL = "label"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ def row_type(entry: Mapping[str, Any], kind: RowKind, table: Table, converted: C
         return RowType()
     known = table["row_types"][kind.name]
     if isinstance(name, Mapping):
-        return _user_defined(name, kind, converted)
+        return _user_defined(name, table["user_types"][kind.name], kind, converted)
     base = str(name).partition(":")[0].removesuffix(".load")
     writer, _, rest = base.partition(".")
     found = known.get(base) or (known.get(f"*.{rest or 'default'}") if writer in table["row_writers"] else None)
@@ -78,30 +77,22 @@ def row_type(entry: Mapping[str, Any], kind: RowKind, table: Table, converted: C
     return RowType(format=found.get("format"), columns=columns, read=frozenset(read), template=template)
 
 
-def _user_defined(given: Mapping[str, Any], kind: RowKind, converted: Converted) -> RowType:
-    """Rows of a type that the configuration describes by itself."""
+def _user_defined(given: Mapping[str, Any], types: Table, kind: RowKind, converted: Converted) -> RowType:
+    """Rows of a type that the configuration describes by itself; `types` are the table's of such rows."""
     forms = [key for key in given if key.endswith("format") or key == "system_prompt"]
     if forms:
         converted.say(f"type: {', '.join(forms)}: the chat template (data.chat_template) writes the text here")
-    keys = {"field_system": "system", "field_input": "input"}
-    if not kind.compared:
-        row_format, defaults = "alpaca", {"instruction": "instruction", "output": "output"}
-        keys |= {"field_instruction": "instruction", "field_output": "output"}
-    elif not kind.labels:
-        row_format = "alpaca_preference" if forms else "preference"
-        prompt = "instruction" if forms else "prompt"
-        defaults = {prompt: "prompt", "chosen": "chosen", "rejected": "rejected"}
-        keys |= {"field_prompt": prompt, "field_chosen": "chosen", "field_rejected": "rejected"}
-    else:
-        row_format = "alpaca" if forms else "prompt_completion"
-        prompt, answer = ("instruction", "output") if forms else ("prompt", "completion")
-        defaults = {prompt: "prompt", answer: "completion"}
-        keys |= {"field_prompt": prompt, "field_completion": answer, "field_label": LABEL}
-    columns = {**defaults, **{keys[key]: str(column) for key, column in given.items() if key in keys and column}}
-    if columns.get(LABEL) in LABELS:
-        del columns[LABEL]
+    found = types["formed" if forms else "plain"]
+    keys = {"field_system": "system", "field_input": "input", **found["keys"]}
+    columns = {
+        **found["columns"],
+        **{keys[key]: str(column) for key, column in given.items() if key in keys and column},
+    }
+    for label in kind.labels:
+        if columns.get(label) in kind.labels:
+            del columns[label]
     converted.unknown += [f"type.{key}" for key in given if key not in keys and key not in forms]
-    return RowType(format=row_format, columns=columns, read=frozenset(columns.values()) | {"system", "input"})
+    return RowType(format=found["format"], columns=columns, read=frozenset(columns.values()) | {"system", "input"})
 
 
 def _roles(entry: Mapping[str, Any], where: str) -> dict[str, str]:
