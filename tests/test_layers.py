@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 
 PACKAGE = "lean_finetune"
 PACKAGES = """
-core patches objectives config pinning
+core patches objectives preferences/objectives islands/objectives config pinning
 data/read data/format data/images data/chat data/encode
 model/attention model/experts rows images preferences weights islands data/shards plan
 model/beside model/files model/recurrent model/kernels model/joined_adapters model/norms model

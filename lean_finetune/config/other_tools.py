@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.core.read_yaml import read_yaml
-from lean_finetune.objectives.registry import OBJECTIVES
+from lean_finetune.islands.objectives.registry import OBJECTIVES
 
 TABLES = Path(__file__).parents[1] / "other_tools"
 SHARED, OF_OBJECTIVES = "shared.yaml", "objectives.yaml"

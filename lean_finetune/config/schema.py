@@ -46,8 +46,8 @@ from lean_finetune.config.section import (
     Threads,
     Token,
 )
+from lean_finetune.islands.objectives.registry import LOSS_PARAMETERS, OBJECTIVES
 from lean_finetune.objectives.objective import LossParameter, Objective
-from lean_finetune.objectives.registry import LOSS_PARAMETERS, OBJECTIVES
 from lean_finetune.objectives.row_kind import RowKind
 
 # Section `train`; `train_rules` has the rules between its parameters.

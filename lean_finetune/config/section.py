@@ -11,7 +11,7 @@ from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.field_types import LoraInit, ObjectiveName, OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
-from lean_finetune.objectives.registry import OBJECTIVES
+from lean_finetune.islands.objectives.registry import OBJECTIVES
 
 MOST = 2**42
 """Of anything counted. Products with the sizes of a model stay below 2**63, the end of PyTorch's integers."""

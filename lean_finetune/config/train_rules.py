@@ -8,7 +8,7 @@ from lean_finetune.config.field_types import ALL_LINEAR
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
 from lean_finetune.config.rule import Rule, needs
 from lean_finetune.config.schema import Params, Preference
-from lean_finetune.objectives.registry import OBJECTIVES
+from lean_finetune.islands.objectives.registry import OBJECTIVES
 
 ADAPTER_METHODS = ("lora", "qlora", "int8_lora")
 IN_BACKWARD = "train.optimizer_in_backward"

@@ -20,7 +20,6 @@ from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.evaluate.closed_answers import closed_answers, is_exact_match
 from lean_finetune.evaluate.generate import NO_FAMILY, Prompt, greedy_answers, row_sums, stop_ids
 from lean_finetune.evaluate.harness_tasks import HarnessTasks
-from lean_finetune.evaluate.held_out_answers import HeldoutAnswers
 from lean_finetune.images.attachment import images_of
 from lean_finetune.images.image_inputs import ImageTensors
 from lean_finetune.model.attention_choice import generation_attention
@@ -30,6 +29,7 @@ from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.adapter_files import AGAIN, adapter_tensors
 from lean_finetune.pinning.config_file import ADAPTER_WEIGHTS
+from lean_finetune.rows.held_out_answers import HeldoutAnswers
 from lean_finetune.run.assets import Assets
 from lean_finetune.step.batches import Batch, with_parts
 from lean_finetune.step.evaluation_limits import EvaluationLimits

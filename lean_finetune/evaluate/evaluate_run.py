@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from cuda_memory.terminal import echo
 from lean_finetune.config.declared_params import declared_part, read_params
-from lean_finetune.config.schema import BaseWeights, Params, Train
+from lean_finetune.config.schema import BaseWeights, Params
 from lean_finetune.core.atomic_files import (
     FIGURES,
     atomic_directory,
@@ -32,13 +32,10 @@ from lean_finetune.evaluate.base_and_tuned import (
 )
 from lean_finetune.evaluate.generate import choose_prompts, special_ids, spread_rows
 from lean_finetune.evaluate.harness_tasks import HarnessTasks, load_tasks, task_figures
-from lean_finetune.evaluate.held_out_answers import HeldoutAnswers
-from lean_finetune.evaluate.label_figures import HeldoutLabels
-from lean_finetune.evaluate.pair_figures import HeldoutPairs
+from lean_finetune.islands.heldout import HELDOUT
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions
 from lean_finetune.model.precision import precision_of, resolved
-from lean_finetune.objectives.objective import AnswerObjective, PairObjective
 from lean_finetune.pinning.read_locks import read_tokenizer_lock
 from lean_finetune.run.assets import Assets
 from lean_finetune.run.rows import complete_rows
@@ -173,15 +170,5 @@ def _choose_rows(
         special=special,
         eos_id=meta["eos_id"],
         pad_id=meta["pad_id"],
-        compared=_compared(p.train, rows, better, worse),
+        compared=HELDOUT[kind.name].of(rows, better, worse, p.train.goal, p.train.preference_values),
     )
-
-
-def _compared(train: Train, rows: TokenRows, better: np.ndarray, worse: np.ndarray) -> HeldoutAnswers:
-    """The held-out answers for figures of the objective, by row numbers of trained rows of tokens."""
-    objective, values = train.goal, train.preference_values
-    if isinstance(objective, PairObjective):
-        return HeldoutPairs(rows=rows, chosen=better, rejected=better + 1, objective=objective, values=values)
-    if isinstance(objective, AnswerObjective):
-        return HeldoutLabels(rows=rows, desirable=better, undesirable=worse, objective=objective, values=values)
-    return HeldoutAnswers()

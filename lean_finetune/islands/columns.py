@@ -1,12 +1,15 @@
 """What rows may carry from their source to the files of tokens: one class each, in a package of its own.
 
-Beside `attachments`, so that the code that makes tokens is not that of models and batches.
+Importing it makes the formats of rows known. Beside `attachments`, so that the code that makes tokens is not that of
+models and batches.
 """
 
 from pathlib import Path
 
+from lean_finetune.data.format import row_formats  # noqa: F401 - registers its formats
 from lean_finetune.images.columns import ImageColumns
 from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.preferences import pair_formats  # noqa: F401 - registers its formats
 from lean_finetune.preferences.labels import LabelColumns
 from lean_finetune.rows.columns import InspectedRows, RowColumns
 from lean_finetune.weights.columns import WeightColumns

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -63,7 +62,7 @@ class LossParameter:
 class Objective:
     """What is learnt.
 
-    To add one, write a subclass in `registry.py`, and name it in `_ALL` there.
+    To add one, write a subclass in an island, and name it in `lean_finetune/islands/objectives/registry.py`.
     """
 
     name: ClassVar[str]
@@ -88,6 +87,12 @@ class Objective:
     def scored(self) -> bool:
         """Whether it trains a reward model: a head of one output, which scores an answer at its last token."""
         return self.judges == "scores"
+
+
+class Sft(Objective):
+    """Supervised fine-tuning: the cross-entropy of trained tokens."""
+
+    name = "sft"
 
 
 class AnswerObjective(Objective, ABC):
@@ -128,113 +133,13 @@ class AnswerObjective(Objective, ABC):
         """
 
 
-# Objectives of pairs.
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairSums:
-    """Log-probabilities of the answers of P pairs, each summed over the answer's trained tokens; all fp32 (P,)."""
-
-    chosen: "Tensor"
-    rejected: "Tensor"
-    chosen_tokens: "Tensor"
-    """Number of trained tokens."""
-    rejected_tokens: "Tensor"
-    chosen_reference: "Tensor | None"
-    """Sums under the reference model; None for objectives without one."""
-    rejected_reference: "Tensor | None"
-
-    @classmethod
-    def of(cls, rows: RowSums) -> "PairSums":
-        """The sums of pairs: rows 0 and 1, 2 and 3, and so on."""
-        reference = rows.reference
-        return cls(
-            chosen=rows.logps[::2],
-            rejected=rows.logps[1::2],
-            chosen_tokens=rows.tokens[::2],
-            rejected_tokens=rows.tokens[1::2],
-            chosen_reference=None if reference is None else reference[::2],
-            rejected_reference=None if reference is None else reference[1::2],
-        )
-
-    @cached_property
-    def mean_chosen(self) -> "Tensor":
-        """Mean log-probability of a token of the chosen answer."""
-        return self.chosen / self.chosen_tokens
-
-    @cached_property
-    def mean_rejected(self) -> "Tensor":
-        """Mean log-probability of a token of the rejected answer."""
-        return self.rejected / self.rejected_tokens
-
-    @cached_property
-    def chosen_ratio(self) -> "Tensor":
-        """Log-probability of the chosen answer less that under the reference."""
-        assert self.chosen_reference is not None, "the objective needs a reference"
-        return self.chosen - self.chosen_reference
-
-    @cached_property
-    def rejected_ratio(self) -> "Tensor":
-        """Log-probability of the rejected answer less that under the reference."""
-        assert self.rejected_reference is not None, "the objective needs a reference"
-        return self.rejected - self.rejected_reference
-
-
 BETA = LossParameter(
     text="Strength of the preference loss: the inverse of the distance to the reference, or the scale of a difference.",
     above=0.0,
 )
-
-
-class PairObjective(AnswerObjective):
-    """A mean of losses of pairs, plus `sft_weight` times the cross-entropy of the chosen answers if it reads that."""
-
-    kind = RowKind.PAIR
-    parameters = {
-        "beta": BETA,
-        "gamma": LossParameter(text="simpo: the margin between the rewards.", least=0.0),
-        "label_smoothing": LossParameter(
-            text="Share of the pairs that are taken to be in the wrong order.", least=0.0, below=0.5
-        ),
-        "sft_weight": LossParameter(
-            text="Weight of the cross-entropy of the chosen answers, a mean over their tokens.", least=0.0
-        ),
-    }
-
-    @abstractmethod
-    def losses(self, pairs: PairSums, values: Mapping[str, float]) -> "Tensor":
-        """The loss of each pair, fp32 (P,), without the term of sft_weight; `values` are those of `defaults`' keys."""
-
-    def rewards(self, pairs: PairSums, values: Mapping[str, float]) -> tuple["Tensor", "Tensor"]:
-        """Rewards of the chosen and of the rejected answers, fp32 (P,): what the figures call reward and margin."""
-        beta = values["beta"]
-        if self.has_reference:
-            return beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
-        return beta * pairs.chosen, beta * pairs.rejected
-
-    def step_loss(self, rows: RowSums, step: StepTotals, values: Mapping[str, float]) -> "Tensor":
-        """See the base class."""
-        pairs = PairSums.of(rows)
-        loss = self.losses(pairs, values).sum() * (1.0 / step.count)
-        if sft_weight := values.get("sft_weight", 0.0):
-            loss = loss - pairs.chosen.sum() * (sft_weight / step.better_tokens)
-        return loss
-
-    def judged(self, rows: RowSums, step: StepTotals, values: Mapping[str, float]) -> "Tensor":
-        """See the base class."""
-        import torch
-
-        chosen, rejected = self.rewards(PairSums.of(rows), values)
-        return torch.stack([one.sum() for one in (chosen, rejected, rightness(chosen - rejected))])
+"""A parameter of all objectives with a reference or a scale."""
 
 
 def rightness(difference: "Tensor") -> "Tensor":
     """1 where a difference is in favour of the better answer, 0 where it is against it, and 0.5 where it is 0."""
     return difference.sign() * 0.5 + 0.5
-
-
-def smoothed_logistic(difference: "Tensor", smoothing: float) -> "Tensor":
-    """-log sigmoid of a difference in favour of the chosen answer, where a share `smoothing` of the labels is wrong."""
-    from torch.nn.functional import logsigmoid
-
-    return -(1.0 - smoothing) * logsigmoid(difference) - smoothing * logsigmoid(-difference)

@@ -25,6 +25,8 @@ class KindWords:
     better: str = ""
     """Answers that the objective makes more likely."""
     worse: str = ""
+    tokenized: tuple[tuple[str, str], ...] = ()
+    """Counts of training rows that stage tokenize has of such rows, and their titles."""
     counts: tuple[str, ...] = ()
     """Figures of stage evaluate that together are the number of evaluated rows."""
 
@@ -42,10 +44,6 @@ class RowKind:
     """
 
     ANSWER: ClassVar["RowKind"]
-    PAIR: ClassVar["RowKind"]
-    LABELLED: ClassVar["RowKind"]
-    ALL: ClassVar[Mapping[str, "RowKind"]]
-    """By name."""
 
     name: str
     """In metadata of files."""
@@ -84,7 +82,7 @@ class RowKind:
         return self.token_rows * numbers[:, None] + np.arange(self.unit, dtype=numbers.dtype)
 
     def is_balanced(self, good: int, bad: int) -> bool:
-        """Whether rows with labels are as many desirable and undesirable ones as their usual objective wants."""
+        """Whether rows with labels are as many of either label as their usual objective wants."""
         return not self.labels or bad <= good <= 4 / 3 * bad
 
     def is_better(self, rows: "np.ndarray", labels: "np.ndarray | None") -> "np.ndarray":
@@ -100,44 +98,3 @@ class RowKind:
 
 RowKind.ANSWER = RowKind(name="answer", objective="sft", text="rows of one answer")
 """An answer to learn."""
-RowKind.PAIR = RowKind(
-    name="pair",
-    objective="dpo",
-    text="preference pairs",
-    unit=2,
-    token_rows=2,
-    compared=True,
-    words=KindWords(
-        title="Preference pairs",
-        rows="pairs",
-        one="pair",
-        right="pairs in the right order",
-        better="chosen",
-        worse="rejected",
-        counts=("evaluated_pairs",),
-    ),
-)
-"""A chosen and a rejected answer to one prompt, both trained."""
-RowKind.LABELLED = RowKind(
-    name="labelled",
-    objective="kto",
-    text="rows of one answer with a label",
-    token_rows=2,
-    compared=True,
-    labels=("label", "kto_tag"),  # TRL and ms-swift, LLaMA-Factory.
-    label_column="desirable",
-    number_labels=("kto_tag",),
-    balance="KTO's authors advise {good} x desirable_weight = 1 to 1.33 x {bad} x undesirable_weight "
-    "(train.preference; arXiv 2402.01306, eq. 8)",
-    words=KindWords(
-        title="Labelled answers",
-        one="answer",
-        right="answers judged right",
-        better="desirable",
-        worse="undesirable",
-        counts=("evaluated_desirable", "evaluated_undesirable"),
-    ),
-)
-"""An answer with a label, desirable or not. The second row of tokens has the same prompt with another row's answer: a
-mismatch, by which the divergence from the reference is estimated."""
-RowKind.ALL = {kind.name: kind for kind in (RowKind.ANSWER, RowKind.PAIR, RowKind.LABELLED)}

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from lean_finetune.core.arrow_files import ArrowWriter, StoredBatch, damaged, open_batches
 from lean_finetune.core.errors import UserError
+from lean_finetune.islands.objectives.registry import KINDS
 from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.rows.attachment import AttachedShape, Attachment, measures_of, sums_between
 
@@ -20,9 +21,9 @@ def kind_of(path: Path, batches: list[StoredBatch]) -> RowKind:
     """What the rows of a file are, by `RowKind.metadata`; raises UserError for an unknown kind."""
     metadata = (batches[0].schema.metadata if batches else None) or {}
     name = metadata.get(b"kind", RowKind.ANSWER.name.encode()).decode(errors="replace")
-    if name not in RowKind.ALL:
+    if name not in KINDS:
         raise damaged(path, f"kind {name!r} is unknown")
-    return RowKind.ALL[name]
+    return KINDS[name]
 
 
 def refuse_other_rows(path: Path, batches: list[StoredBatch], kind: RowKind) -> None:

@@ -7,7 +7,7 @@ from cuda_memory.page.html import Table
 from cuda_memory.units import GIB, counted, readable_size, significant
 from lean_finetune.config.best_by import FIGURES
 from lean_finetune.config.rule import SWITCHED_OFF
-from lean_finetune.objectives.registry import OBJECTIVES
+from lean_finetune.islands.objectives.registry import OBJECTIVES
 from lean_finetune.pinning.locate import describe_data, describe_model
 from lean_finetune.report.formats import NONE, figure, size, sizes
 from lean_finetune.report.pairs import has_pairs, shares_in_order, words_of
@@ -204,7 +204,7 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
             words.rows,
             f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out",
         ),
-        *([("desirable rows", f"{count:,} for training")] if (count := tokenize.get("desirable_rows")) else []),
+        *((title, f"{count:,} for training") for name, title in words.tokenized if (count := tokenize.get(name))),
         (
             "truncated rows",
             f"{_share(tokenize['truncated_rows'], rows_read)} longer than data.max_length, which lost trained tokens",

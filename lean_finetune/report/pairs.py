@@ -5,7 +5,7 @@ from typing import Any
 
 from cuda_memory.page.html import Table
 from cuda_memory.units import counted
-from lean_finetune.objectives.registry import OBJECTIVES
+from lean_finetune.islands.objectives.registry import KINDS, OBJECTIVES
 from lean_finetune.objectives.row_kind import KindWords, RowKind
 from lean_finetune.report.formats import figure, percent
 from lean_finetune.report.report_inputs import Inputs, shortened
@@ -18,12 +18,12 @@ PAIR_CHARACTERS = 300
 
 def words_of(inputs: Inputs) -> KindWords:
     """How the compared answers that were evaluated are called; those of the usual kind if none were."""
-    kinds = (kind.words for kind in RowKind.ALL.values())
+    kinds = (kind.words for kind in KINDS.values())
     return next((words for words in kinds if words.evaluated(inputs.evaluate)), RowKind.ANSWER.words)
 
 
 def has_pairs(inputs: Inputs) -> bool:
-    """Whether preference pairs, or labelled answers, were evaluated."""
+    """Whether answers that an objective compares were evaluated."""
     return words_of(inputs).evaluated(inputs.evaluate) > 0
 
 

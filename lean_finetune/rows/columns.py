@@ -115,6 +115,13 @@ class RowColumns(ABC):
         """How data.max_length of so many tokens cuts the value of a row of token ids; None if it does not."""
         return None
 
+    def with_untrained(self, chunks: "Chunks", ids: np.ndarray, max_length: int) -> "tuple[Chunks, np.ndarray]":
+        """The chunks of a side with rows of tokens that are not trained (see `RowKind`), and the ids of both.
+
+        Each chunk of `ids` is followed by those that are made for it, of `max_length` tokens at most.
+        """
+        return chunks, ids
+
     def arrays(self, values: Sequence[Any]) -> list[pa.Array]:
         """The columns of `fields`."""
         return []

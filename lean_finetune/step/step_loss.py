@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lean_finetune.config.schema import Train
+from lean_finetune.islands.objectives.registry import OWN_FIGURES
 from lean_finetune.objectives.objective import AnswerObjective, Judged, Objective, RowSums, StepTotals
-from lean_finetune.objectives.registry import OWN_FIGURES
 from lean_finetune.preferences.answers import Answers, answers_of
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.head_loss import TokenRule
@@ -24,8 +24,8 @@ from lean_finetune.weights.attachment import weight_scale
 from lean_finetune.weights.weight_part import weights_of
 
 FIGURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", *OWN_FIGURES)
-"""Figures of a step: the mean rewards of the better and of the worse answers, their difference, the share of pairs (or
-of labelled answers) that the model judges right, and those that single objectives have."""
+"""Figures of a step: the mean rewards of the better and of the worse answers, their difference, the share of rows that
+the model judges right, and those that single objectives have."""
 
 Evaluate = Callable[[Batch, Callable[[nn.Module, Batch], None]], None]
 """Calls a function with the model and a batch, without gradients."""

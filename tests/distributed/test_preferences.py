@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lean_finetune.objectives.registry import OBJECTIVES
+from lean_finetune.islands.objectives.registry import OBJECTIVES
 from tests.distributed.cases import Case
 from tests.distributed.conftest import Single
 from tests.distributed.group import Group

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from lean_finetune.evaluate.label_figures import HeldoutLabels, label_metrics
-from lean_finetune.evaluate.pair_figures import RESULTS
+from lean_finetune.islands.objectives.registry import OBJECTIVES
 from lean_finetune.objectives.objective import AnswerObjective
-from lean_finetune.objectives.registry import OBJECTIVES
 from lean_finetune.objectives.row_kind import REFERENCE
+from lean_finetune.preferences.label_figures import HeldoutLabels, label_metrics
+from lean_finetune.preferences.pair_figures import RESULTS
 from tests.token_files import Row, heldout
 
 LABELS = np.array([True, False, True, True, False])

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM
 from lean_finetune.config.load import load_params
 from lean_finetune.core.atomic_files import read_json, write_sealed
 from lean_finetune.evaluate.base_and_tuned import RESULTS
-from lean_finetune.evaluate.pair_figures import RESULTS as PAIR_RESULTS
-from lean_finetune.evaluate.pair_figures import HeldoutPairs, PairScores, changed_pairs, pair_metrics
-from lean_finetune.objectives.objective import PairObjective
-from lean_finetune.objectives.registry import OBJECTIVES
-from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.islands.objectives.registry import KINDS, OBJECTIVES
+from lean_finetune.preferences.objectives.pair_objectives import PairObjective
+from lean_finetune.preferences.pair_figures import RESULTS as PAIR_RESULTS
+from lean_finetune.preferences.pair_figures import HeldoutPairs, PairScores, changed_pairs, pair_metrics
 from lean_finetune.step.reference_table import identity, write_table
 from lean_finetune.step.token_rows import TokenRows
 from stages.evaluate import main
@@ -75,7 +74,7 @@ def logps(base_dir, adapter) -> dict[str, np.ndarray]:
 def place(tmp_path, monkeypatch, locks_dir, logps) -> Path:
     """A workspace with held-out pairs and their reference."""
     monkeypatch.chdir(tmp_path)
-    tokens = write_tokens(tmp_path / "data/tokens", pair_rows(), "heldout", kind=RowKind.PAIR)
+    tokens = write_tokens(tmp_path / "data/tokens", pair_rows(), "heldout", kind=KINDS["pair"])
     write_sealed(tokens / "meta.json", {"eos_id": EOS, "pad_id": PAD, "max_length": 64, "chat_template_sha256": "0"})
     (tmp_path / "data/reference").mkdir()
     of = identity(tokens, read_json(locks_dir / "model.json"), WEIGHTS)
@@ -153,7 +152,7 @@ def test_rows_that_are_no_pairs_have_no_such_figures(place, locks_dir, adapter):
 
 
 def test_without_held_out_pairs_figures_are_null(place, locks_dir, adapter):
-    write_tokens(place / "data/tokens", [], "heldout", kind=RowKind.PAIR)
+    write_tokens(place / "data/tokens", [], "heldout", kind=KINDS["pair"])
     of = identity(place / "data/tokens", read_json(locks_dir / "model.json"), WEIGHTS)
     write_table(place / "data/reference/heldout.arrow", np.zeros(0, np.float32), of)
     assert evaluate(place, locks_dir, adapter, train__objective="dpo").exit_code == 0
@@ -163,7 +162,7 @@ def test_without_held_out_pairs_figures_are_null(place, locks_dir, adapter):
 
 
 def test_a_reference_of_other_tokens_is_refused(place, locks_dir, adapter):
-    write_tokens(place / "data/tokens", pair_rows()[2:], "heldout", kind=RowKind.PAIR)
+    write_tokens(place / "data/tokens", pair_rows()[2:], "heldout", kind=KINDS["pair"])
     line = error(evaluate(place, locks_dir, adapter, train__objective="dpo"))
     assert "heldout.arrow: was computed from other weights or tokens" in line
     assert not Path("metrics/evaluate.json").exists()

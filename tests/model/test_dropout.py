@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, OPTConfig, PhiConfig, PretrainedConfig
 
-from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.islands.objectives.registry import KINDS
 from lean_finetune.step.loss import causal_lm
 from tests.kit.estimate_cpu import LAYOUTS, SMALL
 from tests.kit.loaded import load_model
@@ -53,5 +53,5 @@ def test_dropout_is_off_where_log_probabilities_are_compared(family, tmp_path):
 @pytest.mark.parametrize(("method", "grad_ckpt"), [("full", True), slow("lora", True), slow("qlora", False)])
 def test_memory_is_predicted_without_dropout(method, grad_ckpt, tmp_path):
     """Masks, and states of the random generator, that this step does not keep."""
-    steps = tuple(tuple(replace(shape, kind=RowKind.PAIR) for shape in step) for step in LAYOUTS["padded"])
+    steps = tuple(tuple(replace(shape, kind=KINDS["pair"]) for shape in step) for step in LAYOUTS["padded"])
     check(saved("Phi", tmp_path), setting_of(method=method, grad_ckpt=grad_ckpt, objective="dpo"), steps)

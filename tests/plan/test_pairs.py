@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.islands.objectives.registry import KINDS
 from lean_finetune.plan.batch_plan import read_plan, write_plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings
 from lean_finetune.plan.optimizer_steps import RowIndex
 from lean_finetune.plan.planner import PlanSettings
 
-PAIR, LABELLED = RowKind.PAIR, RowKind.LABELLED
+PAIR, LABELLED = KINDS["pair"], KINDS["labelled"]
 BUCKET = MicroBatchSettings(
     mode="bucketed", max_tokens=128, pad_multiple=4, constant_shape=False, fixed_rows=6, ranks=1
 )
@@ -62,7 +62,7 @@ def test_a_pair_that_does_not_fit_is_refused():
         epochs=1,
         tokens_per_step=300,
         weights=(1.0,),
-        kind=RowKind.PAIR,
+        kind=KINDS["pair"],
     )
     with pytest.raises(UserError, match="^bucket.max_tokens: the longest pair of rows .* got 64; raise"):
         settings.plan(index_of(40))

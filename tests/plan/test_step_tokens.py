@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
+from lean_finetune.islands.objectives.registry import KINDS
 from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.optimizer_steps import RowIndex, run_steps
 from lean_finetune.plan.step_tokens import MOST_STEP_TOKENS, StepTokens, step_tokens_of, with_step_tokens
@@ -72,11 +73,11 @@ def test_it_depends_on_rows_alone():
     assert {step_of(index, *flags.split()) for flags in others} == {step_of(index)}
 
 
-@pytest.mark.parametrize("kind", [RowKind.PAIR, RowKind.LABELLED])
+@pytest.mark.parametrize("kind", [KINDS["pair"], KINDS["labelled"]])
 def test_a_pair_counts_with_both_of_its_rows(kind: RowKind):
-    flags = {RowKind.PAIR: "train.objective=dpo", RowKind.LABELLED: "train.objective=kto"}
+    flags = {KINDS["pair"]: "train.objective=dpo", KINDS["labelled"]: "train.objective=kto"}
     index = index_of([100, 300] * 4000)
-    unit = 400 if kind is RowKind.PAIR else 100
+    unit = 400 if kind is KINDS["pair"] else 100
     assert step_of(index, flags[kind]).tokens == step_of(index_of([unit] * 4000)).tokens
 
 

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
-from lean_finetune.objectives.objective import PairObjective, PairSums, StepTotals
-from lean_finetune.objectives.registry import OBJECTIVES, Ipo
+from lean_finetune.islands.objectives.registry import OBJECTIVES
+from lean_finetune.objectives.objective import StepTotals
 from lean_finetune.preferences.answers import Answers, answers_of
+from lean_finetune.preferences.objectives.pair_objectives import Ipo, PairObjective, PairSums
 from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.loss import causal_lm, decoder_hidden, summed_loss
 from lean_finetune.step.parallel_model import ParallelModel

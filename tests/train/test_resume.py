@@ -12,7 +12,8 @@ import pytest
 
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
-from lean_finetune.objectives.row_kind import REFERENCE, RowKind
+from lean_finetune.islands.objectives.registry import KINDS
+from lean_finetune.objectives.row_kind import REFERENCE
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.offload.activation_offload import make_offload
 from lean_finetune.step.offload.disk_weights import DiskPlace
@@ -240,11 +241,11 @@ def labelled_job(model: Path, directory: Path, **spec: Any) -> TrainJob:
     """A run of KTO: rows 0, 2, 4, … have labels, and each is followed by its mismatch."""
     rows, heldout = random_tokens(directory, random_lengths(6, 30, 2 * STEPS * 4), heldout_rows=8)
     for split in (rows, heldout):
-        split.give(RowKind.LABELLED.label_column, np.arange(len(split)) // 2 % 2 == 0)
+        split.give(KINDS["labelled"].label_column, np.arange(len(split)) // 2 % 2 == 0)
         split.give(REFERENCE, np.linspace(-60, -20, len(split), dtype=np.float32))
     planned = plan_of(rows, np.arange(0, len(rows), 2).reshape(STEPS, 2, 2).tolist())
     longest = [int(np.maximum(rows.lengths[one.rows], rows.lengths[one.rows + 1]).max()) for one in all_of(planned)]
-    plan = replace(planned, length=np.array(longest, np.int32), kind=RowKind.LABELLED)
+    plan = replace(planned, length=np.array(longest, np.int32), kind=KINDS["labelled"])
     return make_job(model, (rows, heldout), plan, objective="kto", measured_steps=frozenset(range(STEPS)), **spec)
 
 
@@ -270,7 +271,7 @@ def test_an_interrupted_run_of_pairs_equals_an_uninterrupted_one(small_llama: Pa
     rows, heldout = random_tokens(tmp_path / "tokens", random_lengths(6, 30, STEPS * 8), heldout_rows=8)
     for split in (rows, heldout):
         split.give(REFERENCE, np.linspace(-60, -20, len(split), dtype=np.float32))
-    plan = replace(plan_of(rows, np.arange(len(rows)).reshape(STEPS, 2, 4).tolist()), kind=RowKind.PAIR)
+    plan = replace(plan_of(rows, np.arange(len(rows)).reshape(STEPS, 2, 4).tolist()), kind=KINDS["pair"])
     best: dict[str, Any] = {"keep": "best", "best_by": "accuracy", "heldout_every_steps": 1, "heldout_rows": 8}
     job = make_job(small_llama, (rows, heldout), plan, objective="dpo", method="lora", lr=1e-2, **best)
     job = replace(job, measured_steps=frozenset(range(STEPS)))

@@ -20,7 +20,7 @@ from lean_finetune.commands.convert.table_rules import NO_DATA, Reading
 from lean_finetune.config.other_tools import Table
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.read_yaml import read_yaml
-from lean_finetune.objectives.registry import OBJECTIVES, SFT
+from lean_finetune.islands.objectives.registry import OBJECTIVES, SFT
 from lean_finetune.pinning.hub import HUB_ID
 
 

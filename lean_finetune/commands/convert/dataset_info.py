@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lean_finetune.islands.columns  # noqa: F401 - registers the formats of rows
 from lean_finetune.commands.convert.objectives import PRETRAINING
 from lean_finetune.config.other_tools import Table, of_objectives
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.format import pair_formats, row_formats  # noqa: F401 - registers the formats
 from lean_finetune.data.format.format_base import FORMATS
-from lean_finetune.objectives.registry import OBJECTIVES, SFT
+from lean_finetune.islands.objectives.registry import OBJECTIVES, SFT
 from lean_finetune.pinning.config_file import NotAnObject, read_object
 
 FILE = "dataset_info.json"

@@ -12,7 +12,7 @@ from lean_finetune.commands.convert.layer_patterns import adapted_parts
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.data.images.families import Gemma3, Idefics3, Llava, Pixtral, family_of_images
 from lean_finetune.data.images.image_family import FEWEST, MOST, ImageFamily, Size
-from lean_finetune.objectives.registry import OBJECTIVES, SFT
+from lean_finetune.islands.objectives.registry import OBJECTIVES, SFT
 from lean_finetune.pinning.config_file import CONFIG_FILE, json_object
 
 ASSUMED = Size(height=768, width=1024)

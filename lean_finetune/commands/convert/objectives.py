@@ -8,7 +8,7 @@ from typing import Any
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.config.other_tools import Table, of_objectives
 from lean_finetune.core.errors import UserError
-from lean_finetune.objectives.registry import OBJECTIVES, SFT
+from lean_finetune.islands.objectives.registry import OBJECTIVES, SFT
 
 PRETRAINING = "pt"
 """LLaMA-Factory's stage for rows of plain text. The objective is the same."""

@@ -24,7 +24,7 @@ from lean_finetune.commands.convert.table_rules import NO_DATA, Reading
 from lean_finetune.config.other_tools import Table, tables
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.read_yaml import MOST_BYTES, NotYaml, parse_yaml, read_start, read_yaml
-from lean_finetune.objectives.registry import OBJECTIVES, SFT
+from lean_finetune.islands.objectives.registry import OBJECTIVES, SFT
 
 SCRIPTS = (".sh", ".bash")
 BOOLEANS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}

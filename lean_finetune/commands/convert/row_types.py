@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lean_finetune.islands.columns  # noqa: F401 - registers the formats of rows
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.config.other_tools import Table
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.data.format import pair_formats, row_formats  # noqa: F401 - registers the formats
 from lean_finetune.data.format.format_base import FORMATS
 from lean_finetune.data.format.messages import ROLE_KEYS, ROLE_NAMES, ROLES_KEY, TEXT_KEYS
 from lean_finetune.objectives.row_kind import RowKind

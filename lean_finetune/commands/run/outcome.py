@@ -42,7 +42,7 @@ class Outcome:
     base_loss: float | None
     tuned_loss: float | None
     base_reward_accuracy: float | None
-    """Share of held-out preference pairs in the right order, or of labelled answers judged right."""
+    """Share of held-out preferences that the model judges right."""
     tuned_reward_accuracy: float | None
     answers: Sequence[Mapping[str, Any]]
     """A few held-out prompts, with the answers before and after training; see generations.jsonl."""

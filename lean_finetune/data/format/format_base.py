@@ -3,7 +3,7 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -14,6 +14,7 @@ from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.format.given_images import IMAGE, IMAGE_COLUMNS, GivenImage, ImageContent, keys_of
 from lean_finetune.data.format.row_values import show, with_turns
 from lean_finetune.data.format.usual_columns import suggested_columns, suggested_pair_columns, usual_columns
+from lean_finetune.islands.objectives.registry import KINDS
 from lean_finetune.objectives.row_kind import RowKind
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -85,46 +86,32 @@ class PlainText:
         return not self.completion.strip()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Two answers to one prompt, a better and a worse one: two rows that stay together."""
+class Compared(ABC):
+    """Answers that an objective compares: one row of a source, whose rows of tokens stay together."""
 
-    chosen: Conversation | PlainText
-    rejected: Conversation | PlainText
-
-    def prompt_key(self) -> bytes:
-        """The key of the prompt, which both have."""
-        return self.chosen.prompt_key()
-
-    def has_empty_answer(self) -> bool:
-        """Whether one of the answers is empty."""
-        return self.chosen.has_empty_answer() or self.rejected.has_empty_answer()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Labelled:
-    """An answer, and whether it is desirable."""
-
-    answer: Conversation | PlainText
-    desirable: bool
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Conversation | PlainText, ...]:
+        """What it is tokenized as, at least one; all have the same prompt."""
 
     def prompt_key(self) -> bytes:
         """The key of the prompt."""
-        return self.answer.prompt_key()
+        return self.parts[0].prompt_key()
 
     def has_empty_answer(self) -> bool:
-        """Whether the answer is empty."""
-        return self.answer.has_empty_answer()
+        """Whether one of the answers is empty."""
+        return any(part.has_empty_answer() for part in self.parts)
+
+    def check_last_turns(self) -> None:  # noqa: B027  # The usual one has one answer.
+        """Refuse answers of which the last turns alone are trained, if other turns before these differ."""
 
 
-Example = Conversation | PlainText | Pair | Labelled
+Example = Conversation | PlainText | Compared
 
 
 def parts_of(example: Example) -> tuple[Conversation | PlainText, ...]:
-    """What a row is tokenized as: one text, or both of a pair."""
-    if isinstance(example, Pair):
-        return example.chosen, example.rejected
-    return (example.answer,) if isinstance(example, Labelled) else (example,)
+    """What a row is tokenized as."""
+    return example.parts if isinstance(example, Compared) else (example,)
 
 
 def is_heldout(example: Example, fraction: float, seed: int) -> bool:
@@ -155,8 +142,8 @@ def _is_empty(message: Message) -> bool:
 # Base class of row formats, the registry of formats, and the detection of a row's format.
 
 AUTO = "auto"
-LABELS = tuple(name for kind in RowKind.ALL.values() for name in kind.labels)
-"""Columns that say whether an answer is desirable."""
+LABELS = tuple(name for kind in KINDS.values() for name in kind.labels)
+"""Columns that rate an answer."""
 PREFERENCE_KEYS = (
     *("chosen", "rejected", "rejected_response", "chosen_messages", "rejected_messages"),
     *("preferred_output", "non_preferred_output"),
@@ -184,9 +171,9 @@ class RowFormat(ABC):
     question_key: ClassVar[str | None] = None
     """Key whose text is the whole question where it has a value: a column `input` may then be a part of it."""
     kind: ClassVar[RowKind] = RowKind.ANSWER
-    """What a row is. A labelled row has a format of answers, and a label (`labelled_rows`)."""
+    """What a row is. One with a label has a format of answers (`RATINGS`)."""
     divides_prompt: ClassVar[bool] = False
-    """Whether its keys divide the prompt from the answer. Else the answer of a labelled row is its last turn."""
+    """Whether its keys divide the prompt from the answer. Else the answer that a label rates is the last turn."""
 
     @abstractmethod
     def parse(self, row: Mapping[str, Any]) -> Example:
@@ -237,6 +224,22 @@ def register(row_format: type[RowFormat]) -> type[RowFormat]:
     """Class decorator: make a format known under its name."""
     FORMATS[row_format.name] = row_format()
     return row_format
+
+
+Rate = Callable[[Mapping[str, Any], Conversation | PlainText, RowFormat], Compared]
+"""Of a row, its answer and the format of that to the answer with its label. Raises RowFault without one."""
+RATINGS: dict[str, Rate] = {}
+"""By name of a kind of rows with labels."""
+
+
+def rates(kind: RowKind) -> Callable[[Rate], Rate]:
+    """Decorator of a function: make it known as that of a kind of rows."""
+
+    def register_rate(rate: Rate) -> Rate:
+        RATINGS[kind.name] = rate
+        return rate
+
+    return register_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +302,7 @@ def detect_format(
     """
     suitable, row = formats_of(kind), with_turns(row)
     check_columns(columns, AUTO, kind, carried)
-    is_pair = kind != RowKind.PAIR and any(key in row for key in PREFERENCE_KEYS)
+    is_pair = kind.unit == 1 and any(key in row for key in PREFERENCE_KEYS)
     if kind.labels and not is_pair and not any(columns.get(key, key) in row for key in kind.labels):
         wanted = " or ".join(map(repr, kind.labels))
         raise RowFault(
@@ -312,17 +315,15 @@ def detect_format(
         return found.name, f"the first row has {' and '.join(names)}"
     if is_pair:
         raise RowFault(f"a preference pair ({show(list(row))}); {preference_remedy(row)}")
-    if kind == RowKind.PAIR and any(
-        all(key in row for key in one.required) for one in formats_of(RowKind.ANSWER).values()
-    ):
-        rating = (one.objective for one in RowKind.ALL.values() if one.labels)
+    if kind.unit > 1 and any(all(key in row for key in one.required) for one in formats_of(RowKind.ANSWER).values()):
+        rating = (one.objective for one in KINDS.values() if one.labels)
         others = "".join(f", or {objective} if a label rates the answer" for objective in rating)
         raise RowFault(
             f"a row of one answer ({show(list(row))}), and train.objective trains preference pairs; set "
             f"train.objective=sft{others}"
         )
     listed = "; ".join(f"{name}: {', '.join(row_format.required)}" for name, row_format in suitable.items())
-    suggested = suggested_pair_columns(row) if kind == RowKind.PAIR else suggested_columns(row)
+    suggested = suggested_pair_columns(row) if kind.unit > 1 else suggested_columns(row)
     raise RowFault(
         f"data.format auto knows no format with the keys {show(list(row))}; name them, as in {suggested}, or rename "
         f"them, as one of ({listed})"
@@ -334,7 +335,7 @@ def complete_columns(
 ) -> Mapping[str, str]:
     """data.columns with those of a question and an answer under usual names, where no format has the row's names."""
     row = with_turns(row)
-    is_pair = kind == RowKind.PAIR or any(key in row for key in PREFERENCE_KEYS)
+    is_pair = kind.unit > 1 or any(key in row for key in PREFERENCE_KEYS)
     if is_pair or _suiting(_filled(row), columns, kind):
         return columns
     return {**columns, **usual_columns(row, columns)}

@@ -6,6 +6,8 @@ from typing import Any
 from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import (
     PROMPT_ROLES,
+    RATINGS,
+    Compared,
     Conversation,
     Example,
     Message,
@@ -15,7 +17,6 @@ from lean_finetune.data.format.format_base import (
     parts_of,
     register,
 )
-from lean_finetune.data.format.labelled_rows import labelled
 from lean_finetune.data.format.messages import ROLE_NAMES, Turns, parse_tools, parse_turns, with_roles
 from lean_finetune.data.format.row_images import with_images
 from lean_finetune.data.format.row_values import (
@@ -45,7 +46,8 @@ def parse_row(row: Mapping[str, Any], source: SourceFormat) -> Example:
     example = with_images(row_format.parse(with_roles(row, source.roles) if source.roles else row), row, source)
     _refuse_unread_question(example, row, source)
     if source.kind.labels:
-        example = labelled(row, example, row_format, source.kind)
+        assert not isinstance(example, Compared)
+        example = RATINGS[source.kind.name](row, example, row_format)
     for one in parts_of(example):
         _refuse_untrained(one)
     return example

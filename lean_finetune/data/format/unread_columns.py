@@ -11,7 +11,7 @@ from lean_finetune.data.format.format_base import LABELS, PREFERENCE_KEYS, Messa
 from lean_finetune.data.format.given_images import IMAGE_COLUMNS
 from lean_finetune.data.format.image_tags import is_image, names_media
 from lean_finetune.data.format.row_values import is_given, is_tools, list_or_nothing, show
-from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.islands.objectives.registry import KINDS
 
 LOSS_MASK = "loss_mask"
 """Column with 1 for each turn that is trained and 0 for every other."""
@@ -197,7 +197,7 @@ def _agrees(key: str, row: Mapping[str, Any], source: SourceFormat) -> bool:
     row_format = source.row_format
     if not row_format.has_answer:
         return False
-    if kind := next((kind for kind in RowKind.ALL.values() if key in kind.labels), None):
+    if kind := next((kind for kind in KINDS.values() if key in kind.labels), None):
         label = str(value).strip().lower()
         if key in kind.number_labels:
             label = NUMBER_LABELS.get(label, label)

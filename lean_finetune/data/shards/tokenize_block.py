@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+import lean_finetune.islands.columns  # noqa: F401 - registers the formats of rows
 from lean_finetune.core.errors import RowFault, UserError, one_line
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.chat.compiled_template import LIMITS_MET, limit_met, work_limits
@@ -16,21 +17,19 @@ from lean_finetune.data.encode.row_tokenizer import Chunks, RowTokenizer, limit_
 from lean_finetune.data.encode.tokenizer_engine import Engine, load_engine
 from lean_finetune.data.encode.whole_row_encoder import EncodedRows
 from lean_finetune.data.format.format_base import (
+    Compared,
     Conversation,
     EmptyAnswer,
-    Pair,
     PlainText,
     SourceFormat,
     is_heldout,
     parts_of,
 )
 from lean_finetune.data.format.messages import unknown_keys
-from lean_finetune.data.format.pair_formats import check_last_turns
 from lean_finetune.data.format.row_formats import parse_row, row_family
 from lean_finetune.data.format.unread_columns import unread_columns, without
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RawRow, RowBlock
-from lean_finetune.data.shards.mismatches import with_mismatches
 from lean_finetune.data.shards.shard_files import (
     BlockTokens,
     SideTokens,
@@ -251,8 +250,8 @@ class BlockTokenizer:
         row = without(raw.value, self._settings.ignore_columns)
         unread = unread_columns(row, source)
         example = parse_row(row, source)
-        if isinstance(example, Pair) and self._settings.train_on == "last_assistant":
-            check_last_turns(example)
+        if isinstance(example, Compared) and self._settings.train_on == "last_assistant":
+            example.check_last_turns()
         if example.has_empty_answer():
             raise EmptyAnswer("an answer in it is empty")
         family = row_family(row, source)
@@ -395,8 +394,8 @@ class BlockTokenizer:
     def _side(self, chunks: Chunks, encoded: EncodedRows, rows: _Rows) -> SideTokens:
         """The tokens of one side of the split."""
         numbers, ids = np.array([number for number, _ in rows.places], np.uint32), encoded.ids
-        if rows.kind.passes > 1:
-            chunks, ids = with_mismatches(chunks, ids, self._settings.max_length)
+        for one in self._attached:
+            chunks, ids = one.with_untrained(chunks, ids, self._settings.max_length)
         attached = [(one, rows.values(place, chunks.rows.tolist())) for place, one in enumerate(self._attached)]
         columns = [column for one, own in attached for column in one.arrays(own)]
         batch = record_batch(self._schema, chunks, ids, rows.families, rows.block.file, numbers, columns)

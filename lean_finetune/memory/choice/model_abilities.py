@@ -12,6 +12,7 @@ from lean_finetune.config.field_types import Method
 from lean_finetune.config.load import with_flags
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
+from lean_finetune.islands.objectives.registry import OBJECTIVES
 from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.switch import Values, flags_of
@@ -21,7 +22,6 @@ from lean_finetune.memory.predict.layer_repetition import find_repetition, with_
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.model_config import max_positions, refuse_packed_rows
-from lean_finetune.objectives.registry import OBJECTIVES
 
 TOKENS = 256
 """Of a row in a trial."""

@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 
 from lean_finetune.core.errors import RowFault
-from lean_finetune.data.format import pair_formats  # noqa: F401 - registers its formats
 from lean_finetune.data.format.format_base import Conversation, SourceFormat, detect_format
 from lean_finetune.data.format.given_images import IMAGE
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import unread_columns
+from lean_finetune.islands.objectives.registry import KINDS
 from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.preferences import pair_formats  # noqa: F401 - registers its formats
 
 TEXT = {"type": "text", "text": "What?"}
 
@@ -140,7 +141,7 @@ def test_what_is_not_clear_is_refused_in_one_line(name: str):
 
 
 @pytest.mark.parametrize("tag", ["<image>", "<img>a.png</img>", "[IMG]", "<bbox>"])
-@pytest.mark.parametrize("kind", [RowKind.PAIR, RowKind.LABELLED])
+@pytest.mark.parametrize("kind", [KINDS["pair"], KINDS["labelled"]])
 def test_tags_in_pairs_and_labelled_rows_are_refused(kind: RowKind, tag: str):
     """Without a column of images they were trained as text."""
     question = {"role": "user", "content": f"{tag}?"}
@@ -150,7 +151,7 @@ def test_tags_in_pairs_and_labelled_rows_are_refused(kind: RowKind, tag: str):
         {"messages": [question, good], "label": 1},
     )
     plain = {"prompt": f"{tag}?", "chosen": "A", "rejected": "B"}
-    for row in (pair, plain) if kind is RowKind.PAIR else (labelled,):
+    for row in (pair, plain) if kind is KINDS["pair"] else (labelled,):
         with pytest.raises(RowFault, match="which cannot have images|which other tools replace"):
             read(row, kind)
 

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from lean_finetune.core.errors import RowFault
-from lean_finetune.data.format.format_base import Conversation, Pair, PlainText, SourceFormat, detect_format
+from lean_finetune.data.format.format_base import Conversation, PlainText, SourceFormat, detect_format
 from lean_finetune.data.format.row_formats import parse_row
-from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.islands.objectives.registry import KINDS
+from lean_finetune.preferences.pair_formats import Pair
 
 QUESTION = {"role": "user", "content": "Sky?"}
 BLUE, RED = ({"role": "assistant", "content": text} for text in ("Blue.", "Red."))
@@ -15,8 +16,8 @@ HH = "\n\nHuman: Which colour?\n\nAssistant:"
 
 
 def parsed(row: dict[str, Any], **columns: str) -> Pair:
-    name, _ = detect_format(row, columns, RowKind.PAIR)
-    pair = parse_row(row, SourceFormat(format=name, columns=columns, kind=RowKind.PAIR))
+    name, _ = detect_format(row, columns, KINDS["pair"])
+    pair = parse_row(row, SourceFormat(format=name, columns=columns, kind=KINDS["pair"]))
     assert isinstance(pair, Pair)
     return pair
 

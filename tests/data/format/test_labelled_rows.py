@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-import lean_finetune.data.format.pair_formats  # noqa: F401 - registers its formats
+import lean_finetune.islands.columns  # noqa: F401 - registers the formats of rows
 from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.format.format_base import (
     Conversation,
-    Labelled,
     PlainText,
     SourceFormat,
     check_kind,
@@ -16,9 +15,10 @@ from lean_finetune.data.format.format_base import (
 )
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import unread_columns
-from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.islands.objectives.registry import KINDS
+from lean_finetune.preferences.labels import Labelled
 
-LABELLED = RowKind.LABELLED
+LABELLED = KINDS["labelled"]
 QUESTION, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 TURNS = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from lean_finetune.core.errors import RowFault
-from lean_finetune.data.format.format_base import Conversation, Pair, PlainText, SourceFormat, detect_format
-from lean_finetune.data.format.pair_formats import check_last_turns
+from lean_finetune.data.format.format_base import Conversation, PlainText, SourceFormat, detect_format
 from lean_finetune.data.format.row_formats import parse_row
-from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.islands.objectives.registry import KINDS
+from lean_finetune.preferences.pair_formats import Pair
 
 QUESTION = {"role": "user", "content": "2+2?"}
 CALL = '{"name": "f", "arguments": {}}'
@@ -18,7 +18,7 @@ GOOD, BAD = ({"role": "assistant", "content": text} for text in ("4", "5"))
 
 def parsed(row: dict[str, Any]) -> Pair:
     """The pair of a row whose format is detected."""
-    name, _ = detect_format(row, {}, RowKind.PAIR)
+    name, _ = detect_format(row, {}, KINDS["pair"])
     pair = parse_row(row, SourceFormat(format=name, columns={}))
     assert isinstance(pair, Pair)
     return pair
@@ -102,12 +102,12 @@ def test_what_is_no_pair_is_refused(row, fault):
 def test_last_turns_are_compared_after_equal_turns():
     """data.train_on=last_assistant: log-probabilities of answers to different questions."""
     more = {"role": "user", "content": "Sure?"}
-    check_last_turns(parsed({"prompt": [QUESTION], "chosen": [GOOD, more, GOOD], "rejected": [GOOD, more, BAD, more]}))
-    check_last_turns(parsed({"prompt": "2+2=", "chosen": "4", "rejected": "5"}))
+    parsed({"prompt": [QUESTION], "chosen": [GOOD, more, GOOD], "rejected": [GOOD, more, BAD, more]}).check_last_turns()
+    parsed({"prompt": "2+2=", "chosen": "4", "rejected": "5"}).check_last_turns()
     for chosen, rejected in (([GOOD, more, GOOD], [BAD, more, BAD]), ([GOOD, more, GOOD], [BAD])):
         pair = parsed({"prompt": [QUESTION], "chosen": chosen, "rejected": rejected})
         with pytest.raises(RowFault, match="compares the last answers of 'chosen' and 'rejected', and"):
-            check_last_turns(pair)
+            pair.check_last_turns()
 
 
 def test_supervised_fine_tuning_says_what_trains_pairs():

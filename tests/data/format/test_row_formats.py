@@ -23,7 +23,7 @@ from lean_finetune.data.format.format_base import (
     is_heldout,
 )
 from lean_finetune.data.format.row_formats import parse_row, row_family
-from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.islands.objectives.registry import KINDS
 from tests.data.common import (
     ANSWER,
     CALL,
@@ -193,12 +193,12 @@ def test_where_the_answer_is_open_the_refusal_prints_the_mapping_to_write(row: d
 )
 def test_a_pair_of_unknown_names_is_refused_with_keys_of_pairs(row: dict[str, Any], mapping: str):
     with pytest.raises(RowFault, match=re.escape(f"name them, as in data.columns={{instruction: {mapping}}}")):
-        detect_format(row, {}, RowKind.PAIR)
+        detect_format(row, {}, KINDS["pair"])
 
 
 def test_the_worse_answer_of_a_pair_is_not_dropped_for_a_usual_name():
     row = {"question": "Q", "answer": "A", "rejected": "B"}
-    assert complete_columns(row, {}) == complete_columns(row, {}, RowKind.PAIR) == {}
+    assert complete_columns(row, {}) == complete_columns(row, {}, KINDS["pair"]) == {}
 
 
 def test_a_family_is_text_or_absent_and_may_be_in_another_column():

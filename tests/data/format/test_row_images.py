@@ -10,12 +10,13 @@ import pyarrow as pa
 import pytest
 
 from lean_finetune.core.errors import RowFault, UserError
-from lean_finetune.data.format import pair_formats  # noqa: F401 - registers its formats
 from lean_finetune.data.format.format_base import Conversation, SourceFormat, check_columns, detect_format, is_heldout
 from lean_finetune.data.format.given_images import IMAGE, GivenImage
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import unread_columns
+from lean_finetune.islands.objectives.registry import KINDS
 from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.preferences import pair_formats  # noqa: F401 - registers its formats
 from tests.data.common import ANSWER, messages, turns
 from tests.data.read.common import arrow, parquet, values_of
 from tests.workspace import write_rows
@@ -329,9 +330,9 @@ def test_a_model_of_text_refuses_every_form():
     )
 
 
-@pytest.mark.parametrize("kind", [RowKind.PAIR, RowKind.LABELLED])
+@pytest.mark.parametrize("kind", [KINDS["pair"], KINDS["labelled"]])
 def test_pairs_and_labelled_rows_with_images_are_refused(kind: RowKind):
-    if kind is RowKind.PAIR:
+    if kind is KINDS["pair"]:
         plain = {
             "prompt": [{"role": "user", "content": "Q"}],
             "chosen": [ANSWER],
@@ -365,7 +366,7 @@ def test_the_column_of_images_may_have_any_name():
     check_columns({"images": "photo"}, "messages")
     check_columns({"images": "photo"}, "auto")
     with pytest.raises(UserError, match=r"data\.columns: rows of data\.format preference have no key \"images\""):
-        check_columns({"images": "photo"}, "preference", RowKind.PAIR)
+        check_columns({"images": "photo"}, "preference", KINDS["pair"])
     row = asked("<image>Q", pic="a.png")
     assert read(row, images="pic").others == (beside("a.png"),)
 

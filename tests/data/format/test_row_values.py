@@ -10,6 +10,7 @@ from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import Conversation, Example, SourceFormat, detect_format
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.row_values import parse_text
+from lean_finetune.islands.objectives.registry import KINDS
 from lean_finetune.objectives.row_kind import RowKind
 from tests.data.common import ANSWER, USER
 
@@ -23,22 +24,22 @@ ROWS: dict[str, tuple[RowKind, dict[str, Any]]] = {
     "sharegpt": (RowKind.ANSWER, {"conversations": [HUMAN, GPT]}),
     "conversation": (RowKind.ANSWER, {"conversation": [{"human": "Q", "assistant": "A"}]}),
     "prompt and completion": (RowKind.ANSWER, {"prompt": [USER], "completion": [BAD]}),
-    "kto": (RowKind.LABELLED, {"prompt": [USER], "completion": [BAD], "label": True}),
-    "kto messages": (RowKind.LABELLED, {"messages": [USER, BAD], "label": False}),
-    "pair": (RowKind.PAIR, {"prompt": [USER], "chosen": [ANSWER], "rejected": [BAD]}),
-    "pair without prompt": (RowKind.PAIR, {"chosen": [USER, ANSWER], "rejected": [USER, BAD]}),
-    "pair and text": (RowKind.PAIR, {"prompt": "Q", "chosen": [USER, ANSWER], "rejected": [USER, BAD]}),
+    "kto": (KINDS["labelled"], {"prompt": [USER], "completion": [BAD], "label": True}),
+    "kto messages": (KINDS["labelled"], {"messages": [USER, BAD], "label": False}),
+    "pair": (KINDS["pair"], {"prompt": [USER], "chosen": [ANSWER], "rejected": [BAD]}),
+    "pair without prompt": (KINDS["pair"], {"chosen": [USER, ANSWER], "rejected": [USER, BAD]}),
+    "pair and text": (KINDS["pair"], {"prompt": "Q", "chosen": [USER, ANSWER], "rejected": [USER, BAD]}),
     "ultrafeedback": (
-        RowKind.PAIR,
+        KINDS["pair"],
         {"prompt": "Q", "messages": [USER, ANSWER], "chosen": [USER, ANSWER], "rejected": [USER, BAD]},
     ),
-    "single messages": (RowKind.PAIR, {"messages": [USER], "chosen": ANSWER, "rejected": BAD}),
+    "single messages": (KINDS["pair"], {"messages": [USER], "chosen": ANSWER, "rejected": BAD}),
     "sharegpt pair": (
-        RowKind.PAIR,
+        KINDS["pair"],
         {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "B"}},
     ),
-    "alpaca pair": (RowKind.PAIR, {"instruction": "Q", "chosen": [ANSWER], "rejected": [BAD]}),
-    "ms-swift pair": (RowKind.PAIR, {"messages": [USER, ANSWER], "rejected_response": [BAD]}),
+    "alpaca pair": (KINDS["pair"], {"instruction": "Q", "chosen": [ANSWER], "rejected": [BAD]}),
+    "ms-swift pair": (KINDS["pair"], {"messages": [USER, ANSWER], "rejected_response": [BAD]}),
 }
 
 

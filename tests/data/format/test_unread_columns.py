@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from lean_finetune.core.errors import RowFault
-from lean_finetune.data.format import pair_formats  # noqa: F401 - registers its formats
 from lean_finetune.data.format.format_base import Conversation, SourceFormat, detect_format
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import unread_columns
+from lean_finetune.islands.objectives.registry import KINDS
 from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.preferences import pair_formats  # noqa: F401 - registers its formats
 from tests.data.common import ANSWER, USER
 
 PLAIN = {"prompt": "Which?", "completion": "Yes."}
@@ -32,9 +33,9 @@ def unread(row: dict[str, Any], kind: RowKind = RowKind.ANSWER, **values: Any) -
         ({"messages": [USER, ANSWER], "context": "A story."}, RowKind.ANSWER, "put it into the question"),
         ({"instruction": "Q", "output": "A", "context": "C"}, RowKind.ANSWER, "data.columns={input: context}"),
         ({"instruction": "Q", "input": "I", "output": "A", "context": "C"}, RowKind.ANSWER, "put it into the question"),
-        ({**PAIR, "context": "A story."}, RowKind.PAIR, "put it into the question"),
-        ({**PAIR, "input": "A story."}, RowKind.PAIR, "put it into the question"),
-        ({**PLAIN, "label": True, "context": "A story."}, RowKind.LABELLED, "put it into the question"),
+        ({**PAIR, "context": "A story."}, KINDS["pair"], "put it into the question"),
+        ({**PAIR, "input": "A story."}, KINDS["pair"], "put it into the question"),
+        ({**PLAIN, "label": True, "context": "A story."}, KINDS["labelled"], "put it into the question"),
     ],
 )
 def test_a_part_of_the_question_is_refused_with_what_to_do(row: dict[str, Any], kind: RowKind, remedy: str):
@@ -50,7 +51,7 @@ def test_a_part_of_the_question_is_refused_with_what_to_do(row: dict[str, Any], 
 def test_an_input_beside_conversations_is_only_listed():
     """Published rows have the text that their messages were made of."""
     assert unread({"messages": [USER, ANSWER], "instruction": "Q", "input": "I"}) == ["instruction", "input"]
-    assert unread({"chosen": "Yes.", "rejected": "No.", "input": "Which?"}, RowKind.PAIR) == ["input"]
+    assert unread({"chosen": "Yes.", "rejected": "No.", "input": "Which?"}, KINDS["pair"]) == ["input"]
 
 
 @pytest.mark.parametrize("margin", [3.0, "0.5", -1, True, "high"])
@@ -60,10 +61,10 @@ def test_a_margin_is_refused_by_the_loss_that_could_subtract_it(margin: Any):
     with pytest.raises(
         RowFault, match="'margin' is .*, and the loss of train.objective=reward has no margin of a pair; "
     ):
-        unread(row, RowKind.PAIR, scored=True)
-    assert unread(row, RowKind.PAIR) == ["margin"]
+        unread(row, KINDS["pair"], scored=True)
+    assert unread(row, KINDS["pair"]) == ["margin"]
     for nothing in (0, 0.0, "0", None, ""):
-        assert unread({**PAIR, "margin": nothing}, RowKind.PAIR, scored=True) in ([], ["margin"])
+        assert unread({**PAIR, "margin": nothing}, KINDS["pair"], scored=True) in ([], ["margin"])
 
 
 @pytest.mark.parametrize("mask", ["[0 1]", "[False, True]", "[False  True]", "[0. 1.]", "[0, 1]", "[false, true]"])

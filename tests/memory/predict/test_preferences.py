@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from lean_finetune.islands.objectives.registry import OBJECTIVES
 from lean_finetune.memory.advice.full_rows import largest_steps
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
-from lean_finetune.objectives.registry import OBJECTIVES
 from tests.kit.estimate_cpu import LAYOUTS
 from tests.kit.specs import joined, padded
 from tests.memory.common import gpu_target, llama, setting_of

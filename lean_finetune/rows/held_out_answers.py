@@ -1,13 +1,31 @@
 """Held-out answers that an objective compares: what figures of them need. Each kind of rows has a class of its own."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 from tokenizers import Tokenizer
 
+if TYPE_CHECKING:
+    from lean_finetune.objectives.objective import Objective
+
 Losses = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """By model: the summed cross-entropy of the better answers, and of `HeldoutAnswers.others`; float64."""
+
+
+class AnswerTokens(Protocol):
+    """Rows of tokens in files, with the log-probabilities of the reference if the objective has one."""
+
+    supervised: np.ndarray
+
+    def column(self, name: str) -> np.ndarray | None:
+        """What every row has in a column; None without it."""
+
+    def ids(self, row: int) -> np.ndarray:
+        """Token ids of a row."""
+
+    def spans(self, row: int) -> np.ndarray:
+        """Trained tokens of a row as half-open token positions, (spans, 2)."""
 
 
 class HeldoutAnswers:
@@ -15,6 +33,21 @@ class HeldoutAnswers:
 
     results: tuple[str, ...] = ()
     """Figures in metrics/evaluate.json, in the order of columns of `dvc exp show`."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: AnswerTokens,
+        better: np.ndarray,
+        worse: np.ndarray,
+        objective: "Objective",
+        values: Mapping[str, float],
+    ) -> Self:
+        """Create it from numbers of chosen rows of tokens, by whether an objective makes their answers more likely.
+
+        `values` are those of the objective's parameters.
+        """
+        return cls()
 
     @property
     def others(self) -> list[int]:

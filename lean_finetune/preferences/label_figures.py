@@ -2,23 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
-from lean_finetune.evaluate.held_out_answers import HeldoutAnswers, Losses
-from lean_finetune.evaluate.pair_figures import BASE, RESULTS
-from lean_finetune.objectives.objective import AnswerObjective, RowSums, StepTotals
+from lean_finetune.objectives.objective import AnswerObjective, Objective, RowSums, StepTotals
 from lean_finetune.objectives.row_kind import REFERENCE
-from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.preferences.pair_figures import BASE, RESULTS
+from lean_finetune.rows.held_out_answers import AnswerTokens, HeldoutAnswers, Losses
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldoutLabels(HeldoutAnswers):
     """Held-out answers with labels, and the objective that rewards them."""
 
-    rows: TokenRows
+    rows: AnswerTokens
     """With the log-probabilities of the reference."""
     desirable: np.ndarray
     """Row numbers of desirable answers."""
@@ -27,6 +26,19 @@ class HeldoutLabels(HeldoutAnswers):
     values: Mapping[str, float]
     """Of the objective's parameters."""
     results = RESULTS
+
+    @classmethod
+    def of(
+        cls,
+        rows: AnswerTokens,
+        better: np.ndarray,
+        worse: np.ndarray,
+        objective: Objective,
+        values: Mapping[str, float],
+    ) -> Self:
+        """See the base class."""
+        assert isinstance(objective, AnswerObjective)
+        return cls(rows=rows, desirable=better, undesirable=worse, objective=objective, values=values)
 
     def metrics(self, losses: Losses) -> dict[str, Any]:
         """See the base class."""

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from lean_finetune.evaluate.held_out_answers import HeldoutAnswers, Losses
-from lean_finetune.objectives.objective import PairObjective, PairSums
+from lean_finetune.objectives.objective import Objective
 from lean_finetune.objectives.row_kind import REFERENCE
-from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.preferences.objectives.pair_objectives import PairObjective, PairSums
+from lean_finetune.rows.held_out_answers import AnswerTokens, HeldoutAnswers, Losses
 
 BASE = "base"
 """The model before training, in what is compared."""
@@ -35,7 +35,7 @@ MOST_LISTED = 10
 class HeldoutPairs(HeldoutAnswers):
     """Held-out pairs, P of them, and the objective that rewards them."""
 
-    rows: TokenRows
+    rows: AnswerTokens
     """With the log-probabilities of the reference, if the objective has one."""
     chosen: np.ndarray
     """Row numbers of the chosen answers (P,)."""
@@ -44,6 +44,19 @@ class HeldoutPairs(HeldoutAnswers):
     values: Mapping[str, float]
     """Of the objective's parameters."""
     results = RESULTS
+
+    @classmethod
+    def of(
+        cls,
+        rows: AnswerTokens,
+        better: np.ndarray,
+        worse: np.ndarray,
+        objective: Objective,
+        values: Mapping[str, float],
+    ) -> Self:
+        """See the base class."""
+        assert isinstance(objective, PairObjective)
+        return cls(rows=rows, chosen=better, rejected=better + 1, objective=objective, values=values)
 
     @property
     def others(self) -> list[int]:

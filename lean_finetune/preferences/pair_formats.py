@@ -2,22 +2,17 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import (
+    Compared,
     Conversation,
-    Pair,
     PlainText,
     RowFormat,
     register,
-)
-from lean_finetune.data.format.implicit_prompts import (
-    divided,
-    refuse_second_prompt,
-    refuse_unread_question,
-    refuse_without_question,
 )
 from lean_finetune.data.format.messages import Turns, parse_turns
 from lean_finetune.data.format.row_formats import (
@@ -28,17 +23,47 @@ from lean_finetune.data.format.row_formats import (
     refuse_unrendered,
 )
 from lean_finetune.data.format.row_values import list_of, show, text_of, text_or_nothing
-from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.preferences.implicit_prompts import (
+    divided,
+    refuse_second_prompt,
+    refuse_unread_question,
+    refuse_without_question,
+)
+from lean_finetune.preferences.objectives.pair_objectives import PAIR
 
 CHOSEN, REJECTED = ANSWERS = ("chosen", "rejected")
 PROMPT_ROLES = ("system", "developer", "user")
 """Roles of turns that no answer begins with."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pair(Compared):
+    """Two answers to one prompt, a better and a worse one."""
+
+    chosen: Conversation | PlainText
+    rejected: Conversation | PlainText
+
+    @property
+    def parts(self) -> tuple[Conversation | PlainText, ...]:
+        """See the base class."""
+        return self.chosen, self.rejected
+
+    def check_last_turns(self) -> None:
+        """See the base class: they have no common prompt."""
+        before = [
+            one.messages[: max(one.trained_turns(), default=0)] for one in self.parts if isinstance(one, Conversation)
+        ]
+        if before and before[0] != before[1]:
+            raise RowFault(
+                "data.train_on=last_assistant compares the last answers of 'chosen' and 'rejected', and the turns "
+                "before them differ; use data.train_on=assistant, or remove the row"
+            )
+
+
 class _PairFormat(RowFormat):
     """A format whose prompt is a conversation, and whose answers are texts, messages or lists of messages."""
 
-    kind = RowKind.PAIR
+    kind = PAIR
 
     @abstractmethod
     def prompt(self, row: Mapping[str, Any]) -> tuple[Turns, str]:
@@ -96,7 +121,7 @@ class RejectedResponse(RowFormat):
     """`messages` that end with the chosen answer, and `rejected_response`: a text, or a list of messages (ms-swift)."""
 
     name, required, optional = "rejected_response", ("messages", "rejected_response"), CONVERSATION_KEYS
-    kind = RowKind.PAIR
+    kind = PAIR
 
     def parse(self, row: Mapping[str, Any]) -> Pair:
         """See the base class. Both answers follow the last turn that is not the assistant's, as in ms-swift."""
@@ -120,7 +145,7 @@ class Preference(RowFormat):
 
     name, required, optional = "preference", ANSWERS, ("prompt", *CONVERSATION_KEYS)
     question_key = "prompt"
-    kind = RowKind.PAIR
+    kind = PAIR
 
     def parse(self, row: Mapping[str, Any]) -> Pair:
         """See the base class."""
@@ -181,20 +206,6 @@ def _pair_after(row: Mapping[str, Any], before: Turns, key: str) -> Pair:
             raise RowFault(f"{key!r} ends with an assistant turn, which {answer!r} cannot follow; remove it")
         examples.append(conversation(row, answered(before, turns), key))
     return _pair(*examples)
-
-
-def check_last_turns(pair: Pair) -> None:
-    """Refuse a pair of which the last turns alone are trained, and follow other turns: they have no common prompt."""
-    before = [
-        one.messages[: max(one.trained_turns(), default=0)]
-        for one in (pair.chosen, pair.rejected)
-        if isinstance(one, Conversation)
-    ]
-    if before and before[0] != before[1]:
-        raise RowFault(
-            "data.train_on=last_assistant compares the last answers of 'chosen' and 'rejected', and the turns before "
-            "them differ; use data.train_on=assistant, or remove the row"
-        )
 
 
 def _begins_with_prompt(answer: Any) -> bool:
