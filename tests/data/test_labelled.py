@@ -12,8 +12,7 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.evaluate.evaluate_run import _choose_rows
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.preferences.label_figures import HeldoutLabels
-from lean_finetune.preferences.labels import COLUMN
-from lean_finetune.preferences.mismatches import other_rows
+from lean_finetune.preferences.labels import COLUMN, other_rows
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.token_rows import TokenRows
