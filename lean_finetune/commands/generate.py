@@ -16,7 +16,7 @@ from lean_finetune.pinning.config_file import refuse_no_model
 
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.tuned_model import TunedModel
-    from lean_finetune.memory.trace.known_values import KnownImages
+    from lean_finetune.memory.trace.known_images import KnownImages
 
 
 @click.command(cls=StageCommand)

@@ -21,7 +21,7 @@ from lean_finetune.data.images.image_store import ImageStore, StoredImage
 from lean_finetune.data.images.processor import ImageProcessor, image_family
 from lean_finetune.images.fill_images import RowImages
 from lean_finetune.images.image_inputs import ImageInputs, ImageTensors
-from lean_finetune.memory.trace.known_values import KnownImages
+from lean_finetune.memory.trace.known_images import KnownImages
 
 if TYPE_CHECKING:
     import torch

@@ -30,7 +30,7 @@ from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.fake_batches import TEXT_ALONE
-from lean_finetune.memory.trace.known_values import KnownImages
+from lean_finetune.memory.trace.known_images import KnownImages
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.beside.parts import adapted_parts, other_copies

@@ -32,7 +32,7 @@ from lean_finetune.memory.predict.process_memory import disk_state_bytes, host_s
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, steps_in_flight, traced_steps
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
 from lean_finetune.memory.trace.fake_batches import TEXT_ALONE, FakeBatches
-from lean_finetune.memory.trace.known_values import fakes_of
+from lean_finetune.memory.trace.known_images import fakes_of
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model import fused_kernels
 from lean_finetune.model.adapters import layers_without_adapters

@@ -20,7 +20,7 @@ from lean_finetune.images.attachment import ImageAttachment, ImageShape, Sizes, 
 from lean_finetune.images.image_inputs import ImageInputs
 from lean_finetune.islands.tower import TOWER
 from lean_finetune.memory.predict.assumed_rows import TEXT_ROWS, AssumedRows, FullRow
-from lean_finetune.memory.trace.known_values import KnownImages
+from lean_finetune.memory.trace.known_images import KnownImages
 from lean_finetune.rows.attachment import Attachment
 from lean_finetune.step.batches import BatchShape
 

@@ -14,7 +14,7 @@ from lean_finetune.images.attachment import ImageShape, sizes_of
 from lean_finetune.images.image_inputs import ImageInputs, ImagePart
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
-from lean_finetune.memory.trace.known_values import KnownImages
+from lean_finetune.memory.trace.known_images import KnownImages
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.train.monitor.measured_peak import make_meter

@@ -10,7 +10,7 @@ import pytest
 from lean_finetune.images.attachment import ImageShape
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
-from lean_finetune.memory.trace.known_values import KnownImages
+from lean_finetune.memory.trace.known_images import KnownImages
 from lean_finetune.model.model_config import read_config
 from tests.distributed.group import Group, group_of
 from tests.distributed.image_rows import inputs_of
