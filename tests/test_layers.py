@@ -23,11 +23,12 @@ page/project page
 MOST_MODULES = 15
 ISLANDS = {"images", "preferences", "weights"}
 """Packages of one capability each. `islands` lists them for all others."""
-NAME_ISLANDS = """
-commands/tuned/prompt_images evaluate/base_and_tuned evaluate/generate
-memory/predict/assumed_images memory/trace/known_images
-report/report_inputs step/step_loss
-""".split()
+NAME_ISLANDS = [
+    "commands/tuned/prompt_images",
+    "memory/predict/assumed_images",
+    "memory/trace/known_images",
+    "step/step_loss",
+]
 """Modules outside of islands that import one. None is added: what they need becomes a method of the attachment."""
 CODE = ("cuda_memory", PACKAGE, "stages", "benchmarks", "tests/kit")
 

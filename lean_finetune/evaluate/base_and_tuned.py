@@ -20,8 +20,6 @@ from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.evaluate.closed_answers import closed_answers, is_exact_match
 from lean_finetune.evaluate.generate import NO_FAMILY, Prompt, greedy_answers, row_sums, stop_ids
 from lean_finetune.evaluate.harness_tasks import HarnessTasks
-from lean_finetune.images.attachment import images_of
-from lean_finetune.images.image_inputs import ImageTensors
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.beside.parts import adapted_parts
 from lean_finetune.model.beside.whole_config import any_beside
@@ -29,6 +27,7 @@ from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.adapter_files import AGAIN, adapter_tensors
 from lean_finetune.pinning.config_file import ADAPTER_WEIGHTS
+from lean_finetune.rows.attachment import need_whole_model
 from lean_finetune.rows.held_out_answers import HeldoutAnswers
 from lean_finetune.run.assets import Assets
 from lean_finetune.step.batches import Batch, with_parts
@@ -57,20 +56,14 @@ class EvaluationRows:
     compared: HeldoutAnswers = HeldoutAnswers()
     """For figures of the objective; the better answers are `loss_rows`."""
 
-    @property
-    def images(self) -> bool:
-        """Whether rows have images."""
-        return images_of(self.rows.attached) is not None
-
     def complete(self, batch: Batch, rows: np.ndarray) -> Batch:
         """A batch of these rows with what they carry for the model."""
         return with_parts(batch, self.rows, rows)
 
-    def show(self, ids_BT: torch.Tensor, hashes: Sequence[Sequence[bytes]]) -> ImageTensors:
-        """The model's arguments in generation for padded tokens and the images of each row."""
-        images = images_of(self.rows.attached)
-        assert images is not None, "the rows have no images"
-        return images.known_inputs.for_generation(ids_BT, images.opened(hashes))
+    def show(self, ids_BT: torch.Tensor, files: Sequence[Sequence[bytes]]) -> dict[str, torch.Tensor]:
+        """The model's arguments in generation for padded tokens and the files of each row."""
+        found = (one.for_generation(ids_BT, files) for one in self.rows.attached)
+        return {name: value for arguments in found for name, value in arguments.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +108,11 @@ def evaluate_models(
     try:
         # A missing file is named when the adapter is loaded.
         has_adapter = weights.method != "full" and (tuned / ADAPTER_WEIGHTS).is_file()
-        of_images = has_adapter and any_beside(adapter_tensors(tuned))
-        scored, images = evaluated.compared.scored, evaluated.images or of_images
+        whole = has_adapter and any_beside(adapter_tensors(tuned))
+        scored, whole = evaluated.compared.scored, whole or need_whole_model(evaluated.rows.attached)
 
         def load(one: Assets, stored: BaseWeights = weights) -> Any:
-            config = read_config(one.directory, scores=scored, whole=images)
+            config = read_config(one.directory, scores=scored, whole=whole)
             attention = generation_attention(config)
             return one.load(config, stored, device, attention, seed=seed if scored else None)
 
@@ -219,7 +212,7 @@ def generation_lines(
     """Return a record per prompt: its text with control tokens, expected and generated answers, whether correct.
 
     Correctness is None where the expected answer is free text, truncated, or longer than the longest generated one.
-    The hashes of a prompt's images are their names in data/tokens/images.
+    The hashes of a prompt's files are their names in data/tokens.
     """
     texts = [tokenizer.decode(prompt.answer_ids, skip_special_tokens=True) for prompt in evaluated.prompts]
     closed = closed_answers(texts, [prompt.family for prompt in evaluated.prompts], NO_FAMILY)
@@ -231,8 +224,9 @@ def generation_lines(
             "prompt": tokenizer.decode(prompt.ids, skip_special_tokens=False),
             "expected": expected,
         }
-        if prompt.images:
-            line["images"] = [digest.hex() for digest in prompt.images]
+        for one in evaluated.rows.attached if prompt.files else ():
+            if one.whole_model:
+                line[one.name] = [digest.hex() for digest in prompt.files]
         for name in answers:
             line[name] = tokenizer.decode(answers[name].answers[number], skip_special_tokens=True)
             line[f"{name}_correct"] = is_exact_match(expected, line[name]) if compared else None

@@ -1,7 +1,7 @@
 """Losses and answers of a model for held-out rows."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -16,9 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.progress import progress_bar
-from lean_finetune.images.attachment import hashes_of
-from lean_finetune.images.image_inputs import ImageTensors
 from lean_finetune.model.precision import autocast
+from lean_finetune.rows.attachment import files_of
 from lean_finetune.step.batches import Batch, RowTokens, collate
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import causal_lm, token_losses
@@ -69,8 +68,8 @@ def row_sums(
 
     `gather` returns tokens and trained spans of rows, `lengths` are the tokens of all rows, and `progress` is the title
     of a progress bar. `of_tokens` may return other figures of a batch, of shape (N, …); its last argument is
-    `limits.logits_chunk`, the number of trained tokens whose logits exist at a time. `complete` adds the images of
-    rows to a batch.
+    `limits.logits_chunk`, the number of trained tokens whose logits exist at a time. `complete` adds what
+    rows carry to a batch.
     """
     sums: dict[int, list[float] | float] = {}
     with progress_bar(total=len(numbers), desc=progress, unit=" rows", disable=progress is None) as bar:
@@ -91,8 +90,10 @@ def row_sums(
 #
 # Shapes: B prompts, T tokens to which prompts are padded on the left.
 
-ShowImages = Callable[[torch.Tensor, Sequence[Sequence[bytes]]], ImageTensors]
-"""The model's arguments in generation for padded tokens (B, T), and the hashes of each prompt's images."""
+Arguments = Mapping[str, torch.Tensor]
+"""Arguments of the model besides tokens, by name."""
+ShowFiles = Callable[[torch.Tensor, Sequence[Sequence[bytes]]], Arguments]
+"""The model's arguments in generation for padded tokens (B, T), and the hashes of each prompt's files."""
 NO_FAMILY = "all"
 """Family of rows without one."""
 
@@ -106,8 +107,8 @@ class Prompt:
     """Tokens before the row's last trained span."""
     answer_ids: list[int]
     """Tokens of that span."""
-    images: tuple[bytes, ...] = ()
-    """The hashes of the row's images, whose tokens are in `ids`."""
+    files: tuple[bytes, ...] = ()
+    """The hashes of the row's files, whose tokens are in `ids`."""
     can_match: bool = True
     """Whether a generated answer can be equal: the expected one is whole and not longer than the limit."""
 
@@ -138,7 +139,7 @@ def choose_prompts(
         if max_prompt_tokens is not None and start > max_prompt_tokens:
             too_long += 1
             continue
-        shown = b"".join(hashes_of(rows, row))  # The same question about another image is another prompt.
+        shown = b"".join(files_of(rows, row))  # The same question about another file is another prompt.
         digest = hashlib.sha256(ids[:start].astype("<i4").tobytes() + shown).digest()
         families.setdefault(rows.family(row) or NO_FAMILY, {}).setdefault(digest, row)
     rounds = zip_longest(
@@ -150,9 +151,9 @@ def choose_prompts(
         ids = rows.ids(row).tolist()
         start, end = rows.spans(row)[-1].tolist()
         can_match = end < max_length and end - start - (ids[end - 1] in special) <= max_new_tokens
-        images = tuple(hashes_of(rows, row))
+        files = tuple(files_of(rows, row))
         prompts.append(
-            Prompt(family=family, ids=ids[:start], answer_ids=ids[start:end], images=images, can_match=can_match)
+            Prompt(family=family, ids=ids[:start], answer_ids=ids[start:end], files=files, can_match=can_match)
         )
     return prompts, too_long
 
@@ -185,12 +186,12 @@ def greedy_answers(
     pad_id: int,
     device: torch.device,
     progress: str | None = None,
-    show: ShowImages | None = None,
+    show: ShowFiles | None = None,
 ) -> list[list[int]]:
     """Return the greedy answer to each prompt, without its stop token and up to `limits.max_new_tokens`.
 
     Prompts of similar length are decoded together, longest first. `progress` is the title of a progress bar, and `show`
-    opens their images.
+    opens their files.
     """
     set_decoding(model, stops=stops, max_new_tokens=limits.max_new_tokens, pad_id=pad_id)
     answers: dict[int, list[int]] = {}
@@ -200,7 +201,7 @@ def greedy_answers(
             at_once = limits.prompts_at_once(len(prompts[order[0]].ids))
             numbers, order = order[:at_once], order[at_once:]
             chosen = [prompts[number] for number in numbers]
-            shown = show if any(one.images for one in chosen) else None
+            shown = show if any(one.files for one in chosen) else None
             found = answers_of_batch(
                 model,
                 weights,
@@ -208,7 +209,7 @@ def greedy_answers(
                 stops,
                 pad_id,
                 device,
-                images=shown and (lambda ids_BT, show=shown, of=chosen: show(ids_BT, [one.images for one in of])),
+                arguments=shown and (lambda ids_BT, show=shown, of=chosen: show(ids_BT, [one.files for one in of])),
             )
             answers.update(zip(numbers, found, strict=True))
             bar.update(len(numbers))
@@ -243,11 +244,11 @@ def answers_of_batch(
     pad_id: int,
     device: torch.device,
     streamer: BaseStreamer | None = None,
-    images: Callable[[torch.Tensor], ImageTensors] | None = None,
+    arguments: Callable[[torch.Tensor], Arguments] | None = None,
 ) -> list[list[int]]:
     """Answers without their stop tokens to prompts decoded together; `streamer` gets the tokens of a single prompt.
 
-    `images` makes the model's arguments for the prompts' images, from their padded tokens.
+    `arguments` makes the model's for what prompts have besides tokens, from their padded tokens.
     """
     lm: Any = causal_lm(model)
     length = max(map(len, prompts))
@@ -257,7 +258,7 @@ def answers_of_batch(
         start = length - len(ids)  # Padded on the left.
         ids_BT[row, start:] = torch.tensor(ids)
         mask_BT[row, start:] = 1
-    more = {} if images is None else {name: value.to(device) for name, value in images(ids_BT).items()}
+    more = {} if arguments is None else {name: value.to(device) for name, value in arguments(ids_BT).items()}
     with autocast(weights, device.type):
         output = lm.generate(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), streamer=streamer, **more)
     answers = output[:, length:].tolist()

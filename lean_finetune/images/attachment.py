@@ -12,7 +12,7 @@ from lean_finetune.core.arrow_files import read_column
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.images.image_files import FRAMES, IMAGE_HASHES, IMAGE_SIZES, LIMITS, PATCHES, ImageFiles
 from lean_finetune.data.images.processor import ImageProcessor, write_limits
-from lean_finetune.rows.attachment import AttachedShape, Attachment, Measure, sums_between
+from lean_finetune.rows.attachment import AttachedShape, Attachment, Measure, files_of, sums_between
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -161,10 +161,19 @@ class ImageAttachment(Attachment):
         """See the base class."""
         from lean_finetune.images.image_inputs import ImagePart
 
-        hashes = [hashes_of(tokens, row) for row in rows.tolist()]
+        hashes = [files_of(tokens, row) for row in rows.tolist()]
         if not any(hashes):
             return None
         return ImagePart(shown=self.known_inputs.tensors(ids_BT, self.opened(hashes)))
+
+    def files_of(self, tokens: "StoredRows", row: int) -> list[bytes]:
+        """See the base class."""
+        hashes: list[bytes] = tokens.value(IMAGE_HASHES, row)
+        return hashes
+
+    def for_generation(self, ids_BT: "Tensor", files: Sequence[Sequence[bytes]]) -> "dict[str, Tensor]":
+        """See the base class."""
+        return self.known_inputs.for_generation(ids_BT, self.opened(files))
 
     def blank(self) -> "ImagePart":
         """See the base class."""
@@ -217,14 +226,6 @@ class ImageAttachment(Attachment):
     def worst(self) -> Sizes:
         """The sizes of the images of the row with most patches."""
         return self.of(int(self.patches.argmax()))
-
-
-def hashes_of(tokens: "StoredRows", row: int) -> list[bytes]:
-    """The sha256 of each image of a row."""
-    if images_of(tokens.attached) is None:
-        return []
-    hashes: list[bytes] = tokens.value(IMAGE_HASHES, row)
-    return hashes
 
 
 def images_of(attached: Iterable[Attachment]) -> ImageAttachment | None:

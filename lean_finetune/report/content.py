@@ -339,8 +339,8 @@ class AnswerSample(NamedTuple):
     """A held-out prompt with its answers, to show."""
 
     family: str
-    images: list[bytes]
-    """The hashes of the prompt's images."""
+    files: list[bytes]
+    """The hashes of the prompt's files."""
     parts: list[tuple[str, str, bool | None]]
     """Title, text and correctness of the prompt, and of its expected and generated answers."""
 

@@ -15,8 +15,8 @@ from lean_finetune.core.atomic_files import FIGURES, check_tables, read_sealed
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.regular_files import read_regular
 from lean_finetune.data.images.image_files import ImageFiles
-from lean_finetune.images.attachment import hashes_of
 from lean_finetune.pinning.read_locks import read_data_lock, read_model_lock
+from lean_finetune.rows.attachment import files_of
 from lean_finetune.step.token_rows import TokenRows
 
 SAMPLED_ROWS = 4
@@ -24,7 +24,7 @@ SAMPLE_CHARACTERS = 800
 """Most characters of a text that are shown."""
 
 REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{3,}")
-"""A control token that follows itself: an image has hundreds."""
+"""A control token that follows itself, as hundreds may stand for what is no text."""
 
 Segments = list[tuple[str, bool]]
 """The text of a row in parts, and whether each is trained."""
@@ -34,8 +34,8 @@ class RowSample(NamedTuple):
     """A training row to show."""
 
     segments: Segments
-    images: list[bytes]
-    """The hashes of its images."""
+    files: list[bytes]
+    """The hashes of its files."""
 
 
 def row_samples(tokens: Path, tokenizer_file: Path) -> list[RowSample]:
@@ -47,7 +47,7 @@ def row_samples(tokens: Path, tokenizer_file: Path) -> list[RowSample]:
     used = rows.used
     chosen = used[np.linspace(0, len(used) - 1, min(SAMPLED_ROWS, len(used)), dtype=int)]
     return [
-        RowSample(_segments(tokenizer, rows.ids(row).tolist(), rows.spans(row).tolist()), hashes_of(rows, row))
+        RowSample(_segments(tokenizer, rows.ids(row).tolist(), rows.spans(row).tolist()), files_of(rows, row))
         for row in chosen.tolist()
     ]
 
@@ -77,7 +77,7 @@ def _segments(tokenizer: Tokenizer, ids: list[int], spans: list[list[int]]) -> S
 
 
 def shortened(text: str, characters: int = SAMPLE_CHARACTERS) -> str:
-    """Return both ends of a text longer than so many characters; a token that repeats, as of images, is counted."""
+    """Return both ends of a text longer than so many characters; a token that repeats is counted."""
     text = REPEATED.sub(lambda found: f"{found[1]} × {len(found[0]) // len(found[1])}", text)
     half = characters // 2
     return text if len(text) <= characters else f"{text[:half]} … {text[-half:]}"

@@ -162,6 +162,18 @@ class Attachment(ABC):
             UserError: a file is missing or damaged.
         """
 
+    def files_of(self, tokens: "StoredRows", row: int) -> list[bytes]:
+        """The sha256 of each file that belongs to a row, in their order."""
+        return []
+
+    def for_generation(self, ids_BT: "Tensor", files: Sequence[Sequence[bytes]]) -> "dict[str, Tensor]":
+        """The model's arguments in generation for padded tokens, and the files of each row (`files_of`).
+
+        Raises:
+            UserError: a file is missing or damaged.
+        """
+        return {}
+
     @property
     def together(self) -> bool:
         """Whether a process without it runs parts of the model for it while others do."""
@@ -174,6 +186,11 @@ class Attachment(ABC):
     @abstractmethod
     def with_row(self, other: Self, row: int) -> Self:
         """These rows and one of others."""
+
+
+def files_of(tokens: StoredRows, row: int) -> list[bytes]:
+    """The sha256 of each file that belongs to a row, in their order."""
+    return [digest for one in tokens.attached for digest in one.files_of(tokens, row)]
 
 
 def need_whole_model(attached: Iterable[Attachment]) -> bool:

@@ -29,7 +29,7 @@ class PromptLine(NamedTuple):
     def prompt(self) -> Prompt:
         """The prompt to answer."""
         hashes = tuple(image.digest for image in self.images)
-        return Prompt(family=NO_FAMILY, ids=self.ids, answer_ids=[], images=hashes)
+        return Prompt(family=NO_FAMILY, ids=self.ids, answer_ids=[], files=hashes)
 
 
 @dataclass(frozen=True)
