@@ -14,6 +14,7 @@ import click
 from cuda_memory.terminal import echo, echo_text, json_text
 from cuda_memory.units import counted
 from cuda_memory.user_paths import PATH
+from lean_finetune.commands.fit_images import SHOWN_FILES
 from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.pinning.config_file import refuse_no_model
@@ -35,13 +36,6 @@ BITS = click.option(
 )
 NEW_TOKENS = click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Longest answer in tokens."
-)
-IMAGES = click.option(
-    "--image",
-    "images",
-    multiple=True,
-    metavar="FILE",
-    help="An image in front of the first question; may be repeated.",
 )
 LENGTH = 4096
 """Tokens of a conversation where the model can read more."""
@@ -65,7 +59,7 @@ class ChatCommand(StageCommand):
     "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0: always the likeliest token."
 )
 @click.option("--system", help="A system message.")
-@IMAGES
+@SHOWN_FILES
 @click.option("--json", "as_json", is_flag=True, help="Read conversations and print events, both as JSON lines.")
 def chat(
     model: Path,
@@ -74,7 +68,7 @@ def chat(
     length: int | None,
     temperature: float,
     system: str | None,
-    images: tuple[str, ...],
+    files: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Chat with a tuned model. Answers appear as they are made.
@@ -95,7 +89,7 @@ def chat(
     prompter = Prompter(tuned.directory, tuned.vocabulary)
     prompter.refuse_without_template()
     ends = prompter.stops()
-    with shown_images(tuned, prompter, images) as shown:
+    with shown_images(tuned, prompter, files) as shown:
         tuned = tuned if shown is None else shown.tuned
         limit = conversation_limit(tuned, length, max_new_tokens, shown)
         lm = tuned.load(device)
@@ -137,10 +131,10 @@ def conversation_limit(
     wanted = length or min(LENGTH, positions or LENGTH)
     least = 0 if shown is None else shown.tokens
     if new_tokens + least >= wanted:
-        of_images = f" beside {least} of the images" if least else ""
+        beside = "" if shown is None else f" beside {least} of the {shown.name}"
         raise UsageFault(
             f"--max-new-tokens: must leave room for a question in the {wanted} tokens of the conversation; got "
-            f"{new_tokens}{of_images}; lower it, or raise --length"
+            f"{new_tokens}{beside}; lower it, or raise --length"
         )
     known = None if shown is None else shown.known
     fits = tuned.longest_that_fits(wanted, new_tokens, least=least, shown=known)

@@ -70,7 +70,7 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
         UserError: the disk refused, the model cannot be merged, or a weight has NaN or infinite values.
     """
     from lean_finetune.commands.tuned.conversation import Prompter, modelfile
-    from lean_finetune.commands.tuned.prompt_images import projector_is_converted
+    from lean_finetune.commands.tuned.prompt_images import parts_are_converted
     from lean_finetune.commands.tuned.tuned_files import named_by_option, refuse_foreign_link
     from lean_finetune.core.atomic_files import atomic_directory
     from lean_finetune.model.files.finite_values import copy_finite, of_adapter, of_model
@@ -81,8 +81,8 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
 
     modelfile_text = None
     if what == "merged":
-        projector = projector_is_converted(tuned)
-        modelfile_text = modelfile(Prompter(tuned.directory), tuned.positions, tuned.architecture, projector=projector)
+        others = parts_are_converted(tuned)
+        modelfile_text = modelfile(Prompter(tuned.directory), tuned.positions, tuned.architecture, other_parts=others)
         if tuned.adapter is not None:
             with named_by_option():
                 refuse_merge(tuned.base, tuned.weights, experts=bool(tuned.adapter.get("target_parameters")))
@@ -112,7 +112,7 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
 def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str]]:
     """Lines that load an export, by program."""
     from lean_finetune.commands.tuned.conversation import GGUF, MMPROJ, OLLAMA_ARCHITECTURES
-    from lean_finetune.commands.tuned.prompt_images import projector_is_converted, takes_images
+    from lean_finetune.commands.tuned.prompt_images import NOT_CONVERTED, parts_are_converted, takes_images
     from lean_finetune.model.empty_model import is_multimodal
 
     multimodal = is_multimodal(tuned.config)
@@ -124,12 +124,12 @@ def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str
     name, gguf = Path(where).name.lower().lstrip("-") or "model", f"{where}/{GGUF}"
     convert = [["python", "convert_hf_to_gguf.py", where, "--outfile", gguf]]
     run, alone = ["llama-cli", "-m", gguf], ""
-    if projector_is_converted(tuned):
-        projector = f"{where}/{MMPROJ}"
-        convert.append(["python", "convert_hf_to_gguf.py", where, "--mmproj", "--outfile", projector])
-        run = ["llama-mtmd-cli", "-m", gguf, "--mmproj", projector]
+    if parts_are_converted(tuned):
+        others = f"{where}/{MMPROJ}"
+        convert.append(["python", "convert_hf_to_gguf.py", where, "--mmproj", "--outfile", others])
+        run = ["llama-mtmd-cli", "-m", gguf, "--mmproj", others]
     elif takes_images(tuned):
-        alone = "  # text alone: the converter does not know this vision tower"
+        alone = f"  # {NOT_CONVERTED}"
     make = [["ollama", "create", name, "-f", f"{where}/Modelfile"], ["ollama", "run", name]]
     return [
         ("transformers", f"{kind}.from_pretrained({where!r})"),
@@ -161,6 +161,7 @@ def vllm_adapter_line(tuned: "TunedModel", where: str) -> str:
 def card(tuned: "TunedModel", name: str, what: str) -> str:
     """The model card: metadata that hubs read, the pinned base, and how to load the model."""
     from lean_finetune.commands.tuned.prompt_images import takes_images
+    from lean_finetune.islands.tower import TOWER
     from lean_finetune.pinning.hub import HUB_ID
 
     base, commit = tuned.base_name, tuned.base_revision
@@ -175,7 +176,7 @@ def card(tuned: "TunedModel", name: str, what: str) -> str:
                 else []
             ),
             f"library_name: {'peft' if what == 'adapter' else 'transformers'}",
-            f"pipeline_tag: {'image-text-to-text' if takes_images(tuned) else 'text-generation'}",
+            f"pipeline_tag: {TOWER.task if takes_images(tuned) else 'text-generation'}",
             "tags:",
             "- lean-finetune",
             "---",

@@ -1,8 +1,10 @@
-"""Images in the rows of `lean-finetune fit`: the options that name them, and what the answer says about them."""
+"""Images in the options of commands, and what the answer of `lean-finetune fit` says about them."""
 
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from cuda_memory.units import counted, labelled
 from lean_finetune.config.field_types import MAX_PIXELS
@@ -17,6 +19,14 @@ if TYPE_CHECKING:
 
 Images = tuple[Size, int]
 """The size of images, and how many a row has."""
+SHOWN_FILES = click.option(
+    "--image",
+    "files",
+    multiple=True,
+    metavar="FILE",
+    help="An image in front of the first question; may be repeated.",
+)
+"""Of commands that ask a model."""
 SIZE = re.compile(r"([0-9]{1,9})[xX×]([0-9]{1,9})")
 
 
@@ -65,7 +75,7 @@ def shown(size: Size) -> str:
     return f"{size.width} x {size.height}"
 
 
-def image_lines(run: "Run") -> Iterator[str]:
+def row_lines(run: "Run") -> Iterator[str]:
     """Tokens and patches of each image, and whose limits its size has."""
     if (row := _row_of(run)) is None:
         return

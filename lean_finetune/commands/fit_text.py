@@ -19,7 +19,7 @@ from cuda_memory.units import (
     significant,
 )
 from cuda_memory.user_paths import shell_line
-from lean_finetune.commands.fit_images import image_lines, images_json, largest_lines
+from lean_finetune.commands.fit_images import images_json, largest_lines, row_lines
 from lean_finetune.config.rule import SWITCHED_OFF
 from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
@@ -169,7 +169,7 @@ def _run_lines(run: Run, prediction: Prediction) -> Iterator[str]:
     elif p.hardware.num_gpus > 1:
         yield labelled("GPUs", f"{p.hardware.num_gpus}, sharding {train.sharding}; sizes are per GPU")
     yield labelled("micro-batches", describe(run.steps[-1][-1]))
-    yield from image_lines(run)
+    yield from row_lines(run)
     if (speed := tokens_per_second(run)) is not None:
         slow, fast = (significant(tokens, 2) if tokens < 100 else f"{round(tokens, -2):,.0f}" for tokens in speed)
         of_each = p.hardware.num_gpus > 1 and not prediction.stages

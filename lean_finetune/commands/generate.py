@@ -9,7 +9,8 @@ import click
 
 from cuda_memory.units import counted
 from cuda_memory.user_paths import PATH, output_file
-from lean_finetune.commands.chat import BITS, IMAGES, MODEL, NEW_TOKENS, note
+from lean_finetune.commands.chat import BITS, MODEL, NEW_TOKENS, note
+from lean_finetune.commands.fit_images import SHOWN_FILES
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.pinning.config_file import refuse_no_model
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 @click.option(
     "--rows", type=click.IntRange(min=1), default=32, show_default=True, help="Most prompts decoded together."
 )
-@IMAGES
+@SHOWN_FILES
 def generate(
     prompts: Path,
     answers: Path,
@@ -36,7 +37,7 @@ def generate(
     bits: str | None,
     max_new_tokens: int,
     rows: int,
-    images: tuple[str, ...],
+    files: tuple[str, ...],
 ) -> None:
     """Answer a file of prompts.
 
@@ -66,7 +67,7 @@ def generate(
     prompter = Prompter(tuned.directory, tuned.vocabulary)
     ends = prompter.stops()
     with image_reader(tuned, prompter) as reader:
-        lines = read_prompts(prompts, PromptReader(prompter, reader, given_files(images), tuned, max_new_tokens))
+        lines = read_prompts(prompts, PromptReader(prompter, reader, given_files(files), tuned, max_new_tokens))
         shown = [line.images for line in lines if line.images]
         tuned = tuned.whole() if shown else tuned
         known = reader.known(shown) if reader is not None and shown else None

@@ -142,19 +142,19 @@ OLLAMA_ARCHITECTURES = {
 QUOTES = '"""'
 """Around texts of several lines in a Modelfile."""
 GGUF, MMPROJ = "model.gguf", "mmproj-model.gguf"
-"""Files that llama.cpp's converter writes beside the Modelfile: the language model, and its parts for images."""
+"""Files that llama.cpp's converter writes beside the Modelfile: the language model, and its other parts."""
 Turns = Sequence[tuple[str, str]]
 
 
-def modelfile(prompter: "Prompter", context: int | None, architecture: str, *, projector: bool = False) -> str:
+def modelfile(prompter: "Prompter", context: int | None, architecture: str, *, other_parts: bool = False) -> str:
     """The Modelfile of an exported model in its own directory; `context` are the positions of the model.
 
-    `projector`: llama.cpp converts its parts for images, into a file of their own.
+    `other_parts`: llama.cpp converts those beside the language model, into a file of their own.
     """
     lines = ["FROM ."]
     if architecture not in OLLAMA_ARCHITECTURES:
         lines = [f"# Ollama does not convert {architecture}: llama.cpp's convert_hf_to_gguf.py does.", f"FROM ./{GGUF}"]
-        lines += [f"FROM ./{MMPROJ}"] if projector else []
+        lines += [f"FROM ./{MMPROJ}"] if other_parts else []
     if context:
         lines.append(f"PARAMETER num_ctx {min(context, MOST_CONTEXT)}")
     lines += [f"PARAMETER stop {quoted}" for quoted in map(_quoted, prompter.stop_texts()) if quoted]

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from lean_finetune.commands.tuned.conversation import Prompter
     from lean_finetune.commands.tuned.tuned_model import TunedModel
 
+NOT_CONVERTED = "text alone: the converter does not know this vision tower"
+"""Of a model whose parts for images are not converted."""
 TEXT_ALONE = "takes no images, or is of a family whose images are not read"
 """Why a model cannot be shown an image."""
 
@@ -79,6 +81,8 @@ class PromptImages:
 @dataclass(frozen=True, kw_only=True)
 class ShownImages:
     """The images of a conversation, in front of its first question."""
+
+    name = "images"
 
     tuned: "TunedModel"
     """The model with its parts for images."""
@@ -140,7 +144,7 @@ def takes_images(tuned: "TunedModel") -> bool:
         return image_family(_processor_directory(tuned)) is not None
 
 
-def projector_is_converted(tuned: "TunedModel") -> bool:
+def parts_are_converted(tuned: "TunedModel") -> bool:
     """Whether llama.cpp's convert_hf_to_gguf.py converts the parts of a model for images, with `--mmproj`.
 
     Of models of type `llava` it knows Pixtral's tower alone (conversion/llava.py), and `llava_next` has CLIP's too.
