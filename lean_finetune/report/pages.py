@@ -1,26 +1,23 @@
 """Lay the report out: HTML, Markdown and the page of plots."""
 
-import base64
 import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from PIL import Image
 from ruamel.yaml import YAML
 
 from cuda_memory.page.charts import figure
-from cuda_memory.page.html import Html, Table, document, html, joined, table
+from cuda_memory.page.html import Html, Table, document, table
 from cuda_memory.terminal import echo, visible
 from lean_finetune.core.versions import install_extra
-from lean_finetune.data.images.image_files import ImageFiles
+from lean_finetune.islands.thumbnails import thumbnails
 from lean_finetune.pinning.locate import describe_data, describe_model
 from lean_finetune.report import content, pairs
 from lean_finetune.report.charts import charts
@@ -28,7 +25,7 @@ from lean_finetune.report.content import NOT_EVALUATED, WITHOUT_TEXT
 from lean_finetune.report.report_inputs import Inputs
 
 MARKUP = re.compile(r"[\\`<>\[\]|&]")
-"""Characters with which Markdown begins images, links, HTML, entities, code and cells."""
+"""Characters with which Markdown begins links, HTML, entities, code and cells."""
 
 
 def markdown_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
@@ -42,7 +39,7 @@ def markdown_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mappin
 
 
 def markdown_text(text: str) -> str:
-    """Return a text as one line of Markdown that shows it: no images, links, HTML or cells."""
+    """Return a text as one line of Markdown that shows it: no links, HTML or cells."""
     return MARKUP.sub(r"\\\g<0>", visible(" ".join(text.split())))
 
 
@@ -178,7 +175,7 @@ def html_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[st
         content=content,
         pairs=pairs,
         charts=charts(inputs),
-        thumbnails=partial(thumbnails, inputs.image_files),
+        thumbnails=partial(thumbnails, inputs.tokens),
         command=command(parameters),
         locks=locks_table(inputs),
     )
@@ -209,35 +206,3 @@ def locks_table(inputs: Inputs) -> Table:
     sources = inputs.data["sources"]
     data = [(file["path"], source["source"], file["sha256"]) for source in sources for file in source["files"]]
     return Table(("file", "of", "SHA-256"), model + data)
-
-
-# Small copies of a row's images, inside the page.
-
-EDGE_PIXELS = 200
-"""Longest edge of a thumbnail."""
-MOST_THUMBNAILS = 4
-"""Most thumbnails of a row: with ten rows they take less than 2 MB."""
-JPEG_QUALITY = 75
-
-
-def thumbnails(files: ImageFiles, hashes: Sequence[bytes]) -> Html:
-    """The first `MOST_THUMBNAILS` images of a row, and how many more it has; empty for a row of text.
-
-    Raises UserError if an image's file is missing or damaged.
-    """
-    if not hashes:
-        return Html("")
-    shown = [_thumbnail(files.open(one)) for one in hashes[:MOST_THUMBNAILS]]
-    more = [html("<span>and {} more</span>", len(hashes) - MOST_THUMBNAILS)] if len(hashes) > MOST_THUMBNAILS else []
-    return html('<p class="images">{}</p>', joined([*shown, *more], "\n"))
-
-
-def _thumbnail(image: Image.Image) -> Html:
-    """An image of at most `EDGE_PIXELS`, with its own size in words."""
-    size = f"{image.width} x {image.height} pixels"
-    small = image.copy()
-    small.thumbnail((EDGE_PIXELS, EDGE_PIXELS))
-    content = BytesIO()
-    small.save(content, "JPEG", quality=JPEG_QUALITY)
-    data = base64.b64encode(content.getvalue()).decode()
-    return html('<img src="data:image/jpeg;base64,{}" alt="{}" title="{}">', data, size, size)

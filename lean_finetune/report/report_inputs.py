@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 from lean_finetune.core.atomic_files import FIGURES, check_tables, read_sealed
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.regular_files import read_regular
-from lean_finetune.data.images.image_files import ImageFiles
 from lean_finetune.pinning.read_locks import read_data_lock, read_model_lock
 from lean_finetune.rows.attachment import files_of
 from lean_finetune.step.token_rows import TokenRows
@@ -123,7 +122,8 @@ class Inputs:
         """Preference pairs whose order changed; empty for rows that are no pairs."""
         self.samples = row_samples(tokens, tuned / "tokenizer.json")
         """A few training rows."""
-        self.image_files = ImageFiles(tokens)
+        self.tokens = tokens
+        """The directory of tokens, and of the files of rows."""
 
 
 def in_order(phases: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from PIL import Image, PngImagePlugin
 from PIL.ExifTags import Base
 
 from lean_finetune.data.images.image_files import FORMATS, IMAGES, ImageFiles, image_file
-from lean_finetune.report.pages import EDGE_PIXELS, MOST_THUMBNAILS, thumbnails
+from lean_finetune.images.thumbnails import EDGE_PIXELS, MOST_THUMBNAILS, thumbnails
 from stages.report import main
 from tests.report.conftest import GENERATION, write_inputs
 from tests.workspace import error, invoke
@@ -61,7 +61,7 @@ def test_a_thumbnail_has_pixels_alone(tmp_path: Path, form: str):
     digest = stored(tmp_path, Image.new("RGB", (40, 30), (255, 0, 0)), form, **with_texts(form))
     assert SECRET in image_file(tmp_path / IMAGES, digest).read_bytes() or form == "BMP"
     assert ImageFiles(tmp_path).open(digest).info == {}
-    html = thumbnails(ImageFiles(tmp_path), [digest])
+    html = thumbnails(tmp_path, [digest])
     [thumbnail] = shown(html)
     [content] = re.findall(r"base64,([^\"]*)", html)
     assert thumbnail.size == (40, 30) and thumbnail.info.keys() <= {"jfif", "jfif_version", "jfif_unit", "jfif_density"}
@@ -87,6 +87,6 @@ def test_the_largest_samples_are_below_two_megabytes(tmp_path: Path):
     """A report that a mail server refuses: noise is what compresses least."""
     noise = np.random.default_rng(0).integers(0, 256, (900, 900, 3), dtype=np.uint8)
     hashes = [stored(tmp_path, Image.fromarray(noise))] * 7
-    html = thumbnails(ImageFiles(tmp_path), hashes)
+    html = thumbnails(tmp_path, hashes)
     assert len(shown(html)) == MOST_THUMBNAILS and "and 3 more" in html
     assert 10 * len(html) < 2e6
