@@ -71,7 +71,6 @@ CAPABILITIES: Mapping[str, Capability] = {
 }
 ISLANDS: Mapping[str, str] = {
     "commands/convert": "other tools",
-    "data/images": "images",
     "images": "images",
     "memory/tool_step": "other tools",
     "model/attention": "packed rows",

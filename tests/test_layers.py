@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 PACKAGE = "lean_finetune"
 PACKAGES = """
 core patches objectives preferences/objectives islands/objectives config pinning
-data/read data/format data/images data/chat data/encode
+data/read data/format data/chat data/encode
 model/attention model/experts rows images preferences weights islands data/shards plan
 model/beside model/files model/recurrent model/kernels model/joined_adapters model/norms model
 step/offload step/update step run distributed
@@ -24,7 +24,12 @@ MOST_MODULES = 15
 ISLANDS = {"images", "preferences", "weights"}
 """Packages of one capability each. `islands` lists them for all others."""
 NAME_ISLANDS = [
+    "commands/convert/conversions",
+    "commands/convert/images",
+    "commands/fit_images",
     "commands/tuned/prompt_images",
+    "commands/tuned/prompt_lines",
+    "memory/choice/largest_image",
     "memory/predict/assumed_images",
     "memory/trace/known_images",
     "step/step_loss",

@@ -15,7 +15,7 @@ from lean_finetune.commands.fit_images import assumed_rows
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.image_family import Size
+from lean_finetune.images.image_family import Size
 from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.what_fits import smallest_gpu

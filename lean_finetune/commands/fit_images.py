@@ -9,7 +9,7 @@ import click
 from cuda_memory.units import counted, labelled
 from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.core.errors import UsageFault
-from lean_finetune.data.images.image_family import Size
+from lean_finetune.images.image_family import Size
 
 if TYPE_CHECKING:
     from lean_finetune.memory.advice.run import Run

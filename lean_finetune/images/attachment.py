@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from lean_finetune.core.arrow_files import read_column
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.image_files import FRAMES, IMAGE_HASHES, IMAGE_SIZES, LIMITS, PATCHES, ImageFiles
-from lean_finetune.data.images.processor import ImageProcessor, write_limits
+from lean_finetune.images.image_files import FRAMES, IMAGE_HASHES, IMAGE_SIZES, LIMITS, PATCHES, ImageFiles
+from lean_finetune.images.processor import ImageProcessor, write_limits
 from lean_finetune.rows.attachment import AttachedShape, Attachment, Measure, files_of, sums_between
 
 if TYPE_CHECKING:

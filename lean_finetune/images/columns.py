@@ -13,8 +13,9 @@ from cuda_memory.units import counted
 from lean_finetune.core.atomic_files import link_or_copy
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.format_base import Conversation
-from lean_finetune.data.images.image_family import Size
-from lean_finetune.data.images.image_files import (
+from lean_finetune.images.fill_images import RowImages
+from lean_finetune.images.image_family import Size
+from lean_finetune.images.image_files import (
     FRAMES,
     IMAGE_HASHES,
     IMAGE_SIZES,
@@ -23,10 +24,9 @@ from lean_finetune.data.images.image_files import (
     PATCHES,
     image_file,
 )
-from lean_finetune.data.images.image_store import ImageStore, StoredImage
-from lean_finetune.data.images.named_images import refuse_changed_images
-from lean_finetune.data.images.processor import ImageProcessor, image_family
-from lean_finetune.images.fill_images import RowImages
+from lean_finetune.images.image_store import ImageStore, StoredImage
+from lean_finetune.images.named_images import refuse_changed_images
+from lean_finetune.images.processor import ImageProcessor, image_family
 from lean_finetune.rows.columns import InspectedRows, RowColumns
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from lean_finetune.data.chat.control_tokens import TextSegment
 from lean_finetune.data.encode.row_tokenizer import Chunks, RowTokenizer
 from lean_finetune.data.encode.whole_row_encoder import EncodedRows
 from lean_finetune.data.format.given_images import GivenImage
-from lean_finetune.data.images.image_store import ImageStore, StoredImage
+from lean_finetune.images.image_store import ImageStore, StoredImage
 
 
 class RowImages:

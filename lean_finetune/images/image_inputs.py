@@ -15,9 +15,9 @@ import torch
 from torch.utils._pytree import tree_iter
 from transformers import AutoModel, PretrainedConfig
 
-from lean_finetune.data.images.families import MASK_ARGUMENTS
-from lean_finetune.data.images.image_family import Size, blank
-from lean_finetune.data.images.processor import ImageProcessor
+from lean_finetune.images.families import MASK_ARGUMENTS
+from lean_finetune.images.image_family import Size, blank
+from lean_finetune.images.processor import ImageProcessor
 from lean_finetune.images.tower import ImageTower
 from lean_finetune.rows.batch_part import BatchPart
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 
 from cuda_memory.page.html import Html, html, joined
-from lean_finetune.data.images.image_files import ImageFiles
+from lean_finetune.images.image_files import ImageFiles
 
 EDGE_PIXELS = 200
 """Longest edge of a thumbnail."""

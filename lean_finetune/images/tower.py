@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.families import MODELS, family_of_images
+from lean_finetune.images.families import MODELS, family_of_images
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

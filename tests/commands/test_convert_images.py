@@ -14,7 +14,7 @@ from lean_finetune.commands.fit import fit
 from lean_finetune.commands.import_config import import_config
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.image_family import Size
+from lean_finetune.images.image_family import Size
 from tests.commands.tool_configs import AXOLOTL, LLAMA_FACTORY
 from tests.conftest import ROOT
 from tests.small_vision import vision_model

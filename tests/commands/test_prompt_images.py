@@ -20,7 +20,7 @@ from lean_finetune.commands.generate import generate
 from lean_finetune.commands.tuned import tuned_model
 from lean_finetune.commands.tuned.conversation import Prompter
 from lean_finetune.commands.tuned.prompt_images import shown_images
-from lean_finetune.data.images.processor import ImageProcessor
+from lean_finetune.images.processor import ImageProcessor
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.merge_adapters import write_merged
 from lean_finetune.pinning.locate import TINY_DIRECTORY, TOKENIZER_FILES

@@ -9,8 +9,8 @@ import numpy as np
 from PIL import Image
 
 from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.data.images.processor import ImageProcessor, Size
 from lean_finetune.images.image_inputs import ImageInputs, ImagePart
+from lean_finetune.images.processor import ImageProcessor, Size
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch, collate, idle_batch
 from tests.step.common import rows

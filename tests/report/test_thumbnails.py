@@ -12,7 +12,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 from PIL.ExifTags import Base
 
-from lean_finetune.data.images.image_files import FORMATS, IMAGES, ImageFiles, image_file
+from lean_finetune.images.image_files import FORMATS, IMAGES, ImageFiles, image_file
 from lean_finetune.images.thumbnails import EDGE_PIXELS, MOST_THUMBNAILS, thumbnails
 from stages.report import main
 from tests.report.conftest import GENERATION, write_inputs

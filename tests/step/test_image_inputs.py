@@ -11,10 +11,10 @@ from PIL import Image
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
 from lean_finetune.core.errors import RowFault, UserError
-from lean_finetune.data.images.image_family import Size
-from lean_finetune.data.images.processor import ImageProcessor, image_family
 from lean_finetune.images.attachment import ImageAttachment
+from lean_finetune.images.image_family import Size
 from lean_finetune.images.image_inputs import ImageInputs, ImagePart
+from lean_finetune.images.processor import ImageProcessor, image_family
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import collate
 from lean_finetune.step.loss import summed_loss

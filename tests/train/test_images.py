@@ -15,10 +15,10 @@ from transformers import AutoImageProcessor, AutoModelForMultimodalLM, AutoToken
 
 from lean_finetune.core.atomic_files import FIGURES, read_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.image_family import Size
-from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.images.attachment import images_of
+from lean_finetune.images.image_family import Size
 from lean_finetune.images.image_inputs import ImageInputs
+from lean_finetune.images.processor import ImageProcessor
 from lean_finetune.memory.predict.state_formulas import model_shapes, trained_values
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.attention.kernels import maskless_forward

@@ -14,7 +14,7 @@ from lean_finetune.commands.convert.layer_patterns import adapted_parts, is_patt
 from lean_finetune.config.other_tools import Table, shared
 from lean_finetune.config.schema import Preference
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.image_family import Size
+from lean_finetune.images.image_family import Size
 from lean_finetune.islands.objectives.registry import OBJECTIVES, SFT
 
 

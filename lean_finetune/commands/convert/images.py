@@ -10,8 +10,8 @@ from typing import Any
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.layer_patterns import adapted_parts
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.data.images.families import Gemma3, Idefics3, Llava, Pixtral, family_of_images
-from lean_finetune.data.images.image_family import FEWEST, MOST, ImageFamily, Size
+from lean_finetune.images.families import Gemma3, Idefics3, Llava, Pixtral, family_of_images
+from lean_finetune.images.image_family import FEWEST, MOST, ImageFamily, Size
 from lean_finetune.islands.objectives.registry import OBJECTIVES, SFT
 from lean_finetune.pinning.config_file import CONFIG_FILE, json_object
 

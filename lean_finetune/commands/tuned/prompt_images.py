@@ -16,11 +16,11 @@ from lean_finetune.data.format.given_images import IMAGE_COLUMNS, IMAGE_PARTS, G
 from lean_finetune.data.format.image_tags import PATH_TAG
 from lean_finetune.data.format.messages import read_content
 from lean_finetune.data.format.row_images import column_images, given_image, in_front, placed
-from lean_finetune.data.images.image_files import IMAGES, ImageFiles
-from lean_finetune.data.images.image_store import ImageStore, StoredImage
-from lean_finetune.data.images.processor import ImageProcessor, image_family
 from lean_finetune.images.fill_images import RowImages
+from lean_finetune.images.image_files import IMAGES, ImageFiles
 from lean_finetune.images.image_inputs import ImageInputs, ImageTensors
+from lean_finetune.images.image_store import ImageStore, StoredImage
+from lean_finetune.images.processor import ImageProcessor, image_family
 from lean_finetune.memory.trace.known_images import KnownImages
 
 if TYPE_CHECKING:

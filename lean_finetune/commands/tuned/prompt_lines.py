@@ -13,9 +13,9 @@ from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.format.format_base import Message
 from lean_finetune.data.format.given_images import GivenImage
 from lean_finetune.data.format.row_images import column_images
-from lean_finetune.data.images.image_store import StoredImage
 from lean_finetune.data.read.decode_rows import parse_line
 from lean_finetune.evaluate.generate import NO_FAMILY, Prompt
+from lean_finetune.images.image_store import StoredImage
 
 
 class PromptLine(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.core.errors import RowFault, UserError
-from lean_finetune.data.images.image_family import Size
+from lean_finetune.images.image_family import Size
 from lean_finetune.islands.tower import TOWER
 from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.advice.run import Run

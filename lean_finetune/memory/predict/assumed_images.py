@@ -12,12 +12,12 @@ from transformers import PretrainedConfig
 from lean_finetune.config.data_schema import Data
 from lean_finetune.config.schema import Bucket, Params, Train
 from lean_finetune.core.errors import RowFault, UserError
-from lean_finetune.data.images.families import MODELS
-from lean_finetune.data.images.image_family import Size
-from lean_finetune.data.images.processor import ImageProcessor
-from lean_finetune.data.images.published_processor import TOKENIZER_FILES, published_processor
 from lean_finetune.images.attachment import ImageAttachment, ImageShape, Sizes, images_of
+from lean_finetune.images.families import MODELS
+from lean_finetune.images.image_family import Size
 from lean_finetune.images.image_inputs import ImageInputs
+from lean_finetune.images.processor import ImageProcessor
+from lean_finetune.images.published_processor import TOKENIZER_FILES, published_processor
 from lean_finetune.islands.tower import TOWER
 from lean_finetune.memory.predict.assumed_rows import TEXT_ROWS, AssumedRows, FullRow
 from lean_finetune.memory.trace.known_images import KnownImages

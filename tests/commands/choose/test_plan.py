@@ -15,8 +15,8 @@ from lean_finetune.commands.choose.sampled_rows import sampled_rows
 from lean_finetune.commands.row_lengths import row_index
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.image_family import Size
 from lean_finetune.images.attachment import images_of
+from lean_finetune.images.image_family import Size
 from lean_finetune.memory.predict.assumed_images import most_images
 from lean_finetune.model.model_config import read_config
 from tests.conftest import ROOT

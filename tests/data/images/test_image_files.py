@@ -13,8 +13,8 @@ from transformers.image_transforms import convert_to_rgb
 
 from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.core.errors import RowFault
-from lean_finetune.data.images import image_files
-from lean_finetune.data.images.image_files import decode_image, has_damaged_exif
+from lean_finetune.images import image_files
+from lean_finetune.images.image_files import decode_image, has_damaged_exif
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
@@ -260,7 +260,7 @@ def with_broken_exif() -> bytes:
 QUIET = """
 import sys
 from pathlib import Path
-from lean_finetune.data.images.image_files import decode_image, has_damaged_exif
+from lean_finetune.images.image_files import decode_image, has_damaged_exif
 from tests.processes import run_bounded
 data = Path(sys.argv[1]).read_bytes()
 print(decode_image(data, "a").size, has_damaged_exif(data))

@@ -10,9 +10,9 @@ import pytest
 
 from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.format.given_images import GivenImage
-from lean_finetune.data.images import image_store
-from lean_finetune.data.images.image_files import IMAGES, ImageFiles, image_file
-from lean_finetune.data.images.image_store import read_image
+from lean_finetune.images import image_store
+from lean_finetune.images.image_files import IMAGES, ImageFiles, image_file
+from lean_finetune.images.image_store import read_image
 from lean_finetune.pinning.locate import data_files, rows_directory
 from tests.data.read.common import lock_of, source
 from tests.workspace import write_rows

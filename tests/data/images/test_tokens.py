@@ -10,11 +10,11 @@ import pytest
 from PIL import Image
 
 from lean_finetune.data.format.format_base import SourceFormat
-from lean_finetune.data.images.image_files import image_file
 from lean_finetune.data.shards.shard_files import BlockTokens
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
 from lean_finetune.data.shards.tokenize_job import token_inputs
 from lean_finetune.images.columns import ImageColumns
+from lean_finetune.images.image_files import image_file
 from tests.data.shards.test_tokenize_block import SETTINGS, block_of, both_sides, counted
 from tests.small_vision import vision_model
 

@@ -11,10 +11,10 @@ import pytest
 from lean_finetune.commands.fit import fit
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.image_family import Size
-from lean_finetune.data.images.processor import ImageProcessor
-from lean_finetune.data.images.published_processor import PUBLISHED, published_processor
 from lean_finetune.images.attachment import sizes_of
+from lean_finetune.images.image_family import Size
+from lean_finetune.images.processor import ImageProcessor
+from lean_finetune.images.published_processor import PUBLISHED, published_processor
 from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.choice.largest_image import largest_image, scaled

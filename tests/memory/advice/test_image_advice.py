@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
-from lean_finetune.data.images.image_family import Size
+from lean_finetune.images.image_family import Size
 from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search_space import MICRO_BATCH, Space, budgets_of

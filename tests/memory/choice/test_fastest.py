@@ -9,7 +9,7 @@ import pytest
 from cuda_memory.gpus import GPUS
 from cuda_memory.units import MIB
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
-from lean_finetune.data.images.image_family import Size
+from lean_finetune.images.image_family import Size
 from lean_finetune.memory.choice import choose as choose_module
 from lean_finetune.memory.choice import fastest
 from lean_finetune.memory.choice.choose import Chosen, choose, faster_with_bf16_updates, lighter_that_fits

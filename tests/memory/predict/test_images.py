@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.images.attachment import ImageShape, sizes_of
 from lean_finetune.images.image_inputs import ImageInputs, ImagePart
+from lean_finetune.images.processor import ImageProcessor
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.known_images import KnownImages

@@ -11,7 +11,7 @@ import numpy as np
 
 from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.image_family import (
+from lean_finetune.images.image_family import (
     FEWEST,
     MOST,
     ImageFamily,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import RowFault, UserError
-from lean_finetune.data.images.families import FAMILIES, MODELS
-from lean_finetune.data.images.image_family import ImageFamily, Size, vision_patch
+from lean_finetune.images.families import FAMILIES, MODELS
+from lean_finetune.images.image_family import ImageFamily, Size, vision_patch
 from lean_finetune.pinning.config_file import CONFIG_FILE, json_object
 
 if TYPE_CHECKING:

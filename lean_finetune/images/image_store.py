@@ -8,9 +8,9 @@ from typing import NamedTuple
 from lean_finetune.core.atomic_files import sync
 from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.given_images import GivenImage
-from lean_finetune.data.images.image_family import Size
-from lean_finetune.data.images.image_files import decode_image, has_damaged_exif, image_file, regular_content
-from lean_finetune.data.images.processor import ImageProcessor
+from lean_finetune.images.image_family import Size
+from lean_finetune.images.image_files import decode_image, has_damaged_exif, image_file, regular_content
+from lean_finetune.images.processor import ImageProcessor
 from lean_finetune.pinning.image_pins import MAX_IMAGE_BYTES
 
 

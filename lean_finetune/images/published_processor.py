@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.processor import PROCESSOR_FILES, ImageProcessor
+from lean_finetune.images.processor import PROCESSOR_FILES, ImageProcessor
 from lean_finetune.pinning.config_file import CONFIG_FILE
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -14,9 +14,9 @@ from lean_finetune.data.format.image_tags import PATH_TAG
 from lean_finetune.data.format.row_images import column_images, given_image
 from lean_finetune.data.format.row_values import list_or_nothing
 from lean_finetune.data.format.unread_columns import without
-from lean_finetune.data.images.image_store import image_path
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import open_local, read_blocks
+from lean_finetune.images.image_store import image_path
 from lean_finetune.pinning.data_source import NamedFiles
 from lean_finetune.pinning.image_pins import pin_images
 from lean_finetune.pinning.locate import DataFile, data_files, rows_directory
