@@ -28,7 +28,6 @@ NAME_ISLANDS = [
     "commands/convert/images",
     "commands/fit_images",
     "commands/tuned/prompt_images",
-    "commands/tuned/prompt_lines",
     "memory/choice/largest_image",
     "memory/predict/assumed_images",
     "memory/trace/known_images",

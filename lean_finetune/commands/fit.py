@@ -17,7 +17,7 @@ from cuda_memory.terminal import echo, echo_json, echo_text
 from cuda_memory.units import GIB, round_up
 from cuda_memory.user_paths import PATH, shell_line
 from lean_finetune.commands.fit_apply import apply_offer, check_target
-from lean_finetune.commands.fit_images import Images, asked_images, assumed_rows
+from lean_finetune.commands.fit_images import NUMBER_IN_A_ROW, SIZE_OF_EACH, Images, asked_images, assumed_rows
 from lean_finetune.commands.row_lengths import is_of_quantiles, row_index
 from lean_finetune.commands.without_compiler import importing_without_compiler
 from lean_finetune.config.field_types import AnyPrecision, Method
@@ -63,8 +63,8 @@ MOST_TOKENS = 2**26
     type=PATH,
     help="A configuration of LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, ms-swift or Unsloth.",
 )
-@click.option("--image", metavar="WxH", help="Every row has images of this size: 1280x960.")
-@click.option("--images-per-row", type=click.IntRange(min=1), help="Images of a row. Default: 1.")
+@SIZE_OF_EACH
+@NUMBER_IN_A_ROW
 @click.option("--lengths", help="The rows: a file of rows or of lengths, or p50=400,p99=3000,max=4096.")
 @click.option("--verdict", "verdict_alone", is_flag=True, help="Print the verdict alone: for scripts.")
 @click.option(
@@ -88,8 +88,8 @@ def fit(
     sets: tuple[str, ...],
     params: Path | None,
     config: Path | None,
-    image: str | None,
-    images_per_row: int | None,
+    size: str | None,
+    per_row: int | None,
     lengths: str | None,
     verdict_alone: bool,
     offer: int | None,
@@ -112,7 +112,7 @@ def fit(
     values = {"model.name": model, "hardware.gpu": gpu, "train.method": method, "train.precision": precision}
     asked = _asked_run(values, gpus, length, sets, params, config, applies=offer is not None)
     p, flags, converted = asked.params, asked.flags, asked.converted
-    images = asked_images(image, images_per_row, lengths, None if converted is None else converted.image)
+    shown = asked_images(size, per_row, lengths, converted)
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     with importing_without_compiler():  # Here: imports torch, which --help skips.
         from lean_finetune.commands.fit_text import fit_json, fit_lines, verdict_json, verdict_text
@@ -121,7 +121,7 @@ def fit(
     given = any(flag.startswith("data.max_length=") for flag in [*asked.of_config, *sets])
     shorten = asked.usual and length is None and not given
     run, prediction, memory, stairs = _predicted(
-        p, sets, lengths, images, shorten=shorten, usual=asked.usual and converted is None
+        p, sets, lengths, shown, shorten=shorten, usual=asked.usual and converted is None
     )
     if verdict_alone:
         figures = (run, prediction, memory)
@@ -221,7 +221,7 @@ def _asked_run(
 
 
 def _predicted(
-    p: Params, sets: Sequence[str], lengths: str | None, images: Images | None, *, shorten: bool, usual: bool
+    p: Params, sets: Sequence[str], lengths: str | None, shown: Images | None, *, shorten: bool, usual: bool
 ) -> "tuple[Run, Prediction, PlanMemory | None, Staircase | None]":
     """The run, its peaks, what it reserves, and step by step with --lengths.
 
@@ -231,7 +231,7 @@ def _predicted(
     from lean_finetune.memory.advice.verdict import predict_tiers
 
     if lengths is None:
-        run = fit_run(p, shorten=shorten, assumed=assumed_rows(images))
+        run = fit_run(p, shorten=shorten, assumed=assumed_rows(shown))
         return run, *predict_tiers(run), None
     from lean_finetune.memory.advice.length_staircase import predict_staircase, with_rows
 

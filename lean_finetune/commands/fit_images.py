@@ -12,6 +12,7 @@ from lean_finetune.core.errors import UsageFault
 from lean_finetune.images.image_family import Size
 
 if TYPE_CHECKING:
+    from lean_finetune.commands.convert.conversions import Converted
     from lean_finetune.memory.advice.run import Run
     from lean_finetune.memory.choice.largest_image import LargestImage
     from lean_finetune.memory.predict.assumed_images import RowOfImages
@@ -27,18 +28,25 @@ SHOWN_FILES = click.option(
     help="An image in front of the first question; may be repeated.",
 )
 """Of commands that ask a model."""
+SIZE_OF_EACH = click.option("--image", "size", metavar="WxH", help="Every row has images of this size: 1280x960.")
+NUMBER_IN_A_ROW = click.option(
+    "--images-per-row", "per_row", type=click.IntRange(min=1), help="Images of a row. Default: 1."
+)
 SIZE = re.compile(r"([0-9]{1,9})[xX×]([0-9]{1,9})")
 
 
-def asked_images(image: str | None, per_row: int | None, lengths: str | None, assumed: Size | None) -> Images | None:
+def asked_images(
+    image: str | None, per_row: int | None, lengths: str | None, converted: "Converted | None"
+) -> Images | None:
     """The images of --image and --images-per-row; None without any.
 
-    `assumed`: the size if rows have images and --image is not given.
+    `converted`: a configuration of another tool, whose size counts if rows have images and --image is not given.
 
     Raises:
         UsageFault: an option has another form, or excludes another one.
     """
-    size = assumed if image is None else _size(image)
+    size = None if converted is None else converted.image
+    size = size if image is None else _size(image)
     if size is None:
         if per_row is not None:
             raise UsageFault("--images-per-row: needs --image, the size of the images")

@@ -68,7 +68,7 @@ def generate(
     ends = prompter.stops()
     with image_reader(tuned, prompter) as reader:
         lines = read_prompts(prompts, PromptReader(prompter, reader, given_files(files), tuned, max_new_tokens))
-        shown = [line.images for line in lines if line.images]
+        shown = [line.shown for line in lines if line.shown]
         tuned = tuned.whole() if shown else tuned
         known = reader.known(shown) if reader is not None and shown else None
         longest = max(len(line.ids) for line in lines) + max_new_tokens

@@ -35,6 +35,10 @@ TEXT_ALONE = "takes no images, or is of a family whose images are not read"
 """Why a model cannot be shown an image."""
 
 
+Shown = tuple[StoredImage, ...]
+"""The images of a prompt."""
+
+
 class PromptImages:
     """Reads the images of prompts as training read those of rows."""
 
@@ -168,6 +172,19 @@ def given_files(names: Sequence[str]) -> list[GivenImage]:
     except RowFault as fault:
         raise UserError(f"--image: {fault}") from None
     return [one if one.path is None else replace(one, path=os.path.abspath(one.path)) for one in given]
+
+
+def refuse_without_place(row: Mapping[str, Any], shown: Sequence[GivenImage]) -> None:
+    """Raise RowFault if a row of plain text has images, or is `shown` those of the option --image."""
+    if shown:
+        raise RowFault("plain text has no place for the images of --image; write 'messages'")
+    if column_images(row):
+        raise RowFault("plain text has no place for the row's images; write 'messages', or remove them")
+
+
+def unread_fault(tuned: "TunedModel") -> RowFault:
+    """The fault of a row with images for a model that takes none."""
+    return RowFault(f"it has images, and {tuned.directory} {TEXT_ALONE}; remove them")
 
 
 def conversation_of(

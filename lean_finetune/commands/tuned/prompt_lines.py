@@ -7,15 +7,19 @@ from typing import Any, NamedTuple
 
 from cuda_memory.units import counted
 from lean_finetune.commands.tuned.conversation import Prompter
-from lean_finetune.commands.tuned.prompt_images import TEXT_ALONE, PromptImages, conversation_of
+from lean_finetune.commands.tuned.prompt_images import (
+    PromptImages,
+    Shown,
+    conversation_of,
+    refuse_without_place,
+    unread_fault,
+)
 from lean_finetune.commands.tuned.tuned_model import TunedModel
 from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.format.format_base import Message
 from lean_finetune.data.format.given_images import GivenImage
-from lean_finetune.data.format.row_images import column_images
 from lean_finetune.data.read.decode_rows import parse_line
 from lean_finetune.evaluate.generate import NO_FAMILY, Prompt
-from lean_finetune.images.image_store import StoredImage
 
 
 class PromptLine(NamedTuple):
@@ -23,12 +27,12 @@ class PromptLine(NamedTuple):
 
     row: dict[str, Any]
     ids: list[int]
-    images: tuple[StoredImage, ...]
+    shown: Shown
 
     @property
     def prompt(self) -> Prompt:
         """The prompt to answer."""
-        hashes = tuple(image.digest for image in self.images)
+        hashes = tuple(one.digest for one in self.shown)
         return Prompt(family=NO_FAMILY, ids=self.ids, answer_ids=[], files=hashes)
 
 
@@ -37,10 +41,10 @@ class PromptReader:
     """Reads the prompts of rows."""
 
     prompter: Prompter
-    images: PromptImages | None
-    """None if the model takes none."""
+    files: PromptImages | None
+    """Reads what a model takes beside text; None if it takes nothing."""
     shown: Sequence[GivenImage]
-    """Images of each conversation, from the option --image."""
+    """What each conversation shows, from an option of the command."""
     tuned: TunedModel
     new_tokens: int
 
@@ -54,20 +58,17 @@ class PromptReader:
             return self._conversation(row, messages, directory)
         if not isinstance(text, str):
             return None
-        if self.shown:
-            raise RowFault("plain text has no place for the images of --image; write 'messages'")
-        if column_images(row):
-            raise RowFault("plain text has no place for the row's images; write 'messages', or remove them")
+        refuse_without_place(row, self.shown)
         return PromptLine(row, self.prompter.of_text(text), ())
 
     def _conversation(self, row: dict[str, Any], messages: list[Message], directory: Path) -> PromptLine:
-        example = conversation_of(row, messages, self.shown, takes_images=self.images is not None)
+        example = conversation_of(row, messages, self.shown, takes_images=self.files is not None)
         if example is None:
             return PromptLine(row, self.prompter.of_messages(messages, row.get("tools")), ())
-        if self.images is None:
-            raise RowFault(f"it has images, and {self.tuned.directory} {TEXT_ALONE}; remove them")
-        stored = self.images.stored(example.others, directory)
-        return PromptLine(row, self.images.ids(example.messages, example.tools, stored), stored)
+        if self.files is None:
+            raise unread_fault(self.tuned)
+        stored = self.files.stored(example.others, directory)
+        return PromptLine(row, self.files.ids(example.messages, example.tools, stored), stored)
 
 
 def read_prompts(file: Path, reader: PromptReader) -> list[PromptLine]:
