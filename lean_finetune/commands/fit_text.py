@@ -3,7 +3,6 @@
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ from lean_finetune.memory.advice.traffic import network_lines, traffic_of
 from lean_finetune.memory.advice.verdict import (
     OFFLOADED,
     answer,
-    confirmed_peak,
     deciding_tier,
     describe,
     dying_first_step,
@@ -108,7 +106,7 @@ def fit_lines(
 
 def offers_of(run: Run, prediction: Prediction, memory: PlanMemory | None) -> Sequence[Remedy]:
     """Settings with which a run fits that does not, best first."""
-    return answer(run, prediction, memory, confirm=partial(confirmed_peak, run)).remedies
+    return answer(run, prediction, memory).remedies
 
 
 def verdict_text(run: Run, prediction: Prediction, memory: PlanMemory | None) -> str:

@@ -125,7 +125,7 @@ def plan(
         raise fault
     if choice > len(chosen.choices):
         raise UsageFault(f"--choice: there are {len(chosen.choices)} sets that fit; got {choice}; name one of them")
-    picked = {**dict(text.split("=", 1) for text in flags), **chosen.choices[choice - 1].flags}
+    picked = {**dict(text.split("=", 1) for text in flags), **chosen.settings(chosen.choices[choice - 1])}
     changed: Mapping[str, Any] | None = None
     if target is not None:
         changed = change_params(nested(picked), target if target.exists() else asked.file, target)

@@ -77,7 +77,7 @@ def plan_project(sets: Sequence[str]) -> Planned:
         index = rows.index.shortened(chosen.start.run.params.data.max_length)
         raise DoesNotFit(nothing_fits(chosen, lighter_that_fits(chosen, asked.fixed, index)))
     best = chosen.choices[0]
-    picked = {**dict(text.split("=", 1) for text in flags), **best.flags}
+    picked = {**dict(text.split("=", 1) for text in flags), **chosen.settings(best)}
     return Planned(
         words=set_words(best.run),
         device=best.run.device.name,

@@ -11,13 +11,13 @@ import numpy as np
 from cuda_memory.units import COLUMNS, counted, labelled, readable_size, readable_times, round_up, significant
 from lean_finetune.commands.choose.sampled_rows import SampledRows
 from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.search import REFUSED
+from lean_finetune.memory.advice.search import REFUSED, Fitting
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.switch import SAME
 from lean_finetune.memory.advice.switches import SWITCHES
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP
 from lean_finetune.memory.choice.choose import BF16_UPDATES, Chosen, Lost, known_bytes, what_would_do
-from lean_finetune.memory.choice.fastest import Choice, FastestSets
+from lean_finetune.memory.choice.fastest import FastestSets
 from lean_finetune.plan.planner import few_steps_note, steps_of_epoch
 from lean_finetune.plan.step_tokens import StepTokens
 
@@ -105,7 +105,7 @@ def words_of(run: Run) -> dict[str, str]:
     return words
 
 
-def _price(choice: Choice, chosen: Chosen) -> str:
+def _price(choice: Fitting, chosen: Chosen) -> str:
     """Peak, speed, and what it needs of the host."""
     parts = [f"peak {readable_size(choice.prediction.peak.bytes)}"]
     if (speed := chosen.start.tokens_per_second(choice.slowdown)) is not None:
@@ -128,10 +128,10 @@ def _faster_lines(faster: Chosen, chosen: Chosen) -> Iterator[str]:
     yield from _wrapped("", f"to take it: {' '.join(f'-S {key}={value}' for key, value in BF16_UPDATES.items())}")
 
 
-def _learning(choice: Choice) -> str:
+def _learning(choice: Fitting) -> str:
     """What it changes in training against a run without memory switches."""
-    same = choice.candidate.effect == SAME
-    return "same training result" if same else f"changes training: {choice.candidate.effect_text}"
+    same = choice.effect == SAME
+    return "same training result" if same else f"changes training: {choice.effect_text}"
 
 
 def _lost_methods(lost: Sequence[Lost]) -> Iterator[str]:
@@ -146,8 +146,8 @@ def _lost_methods(lost: Sequence[Lost]) -> Iterator[str]:
 def _lost_sets(chosen: Chosen) -> Iterator[str]:
     """Faster sets that differ from the best one in one switch, and by how much they do not fit."""
     sets, best = chosen.sets, chosen.choices[0]
-    own = words_of(best.candidate.run)
-    for one in _neighbours(sets, best.candidate):
+    own = words_of(best.run)
+    for one in _neighbours(sets, best):
         most, needed = sets.most_bytes(one), known_bytes(sets, one)
         words = words_of(one.run)
         names = [words[key] for key in words if own.get(key) != words[key]]
@@ -259,14 +259,14 @@ def plan_json(chosen: Chosen, rows: SampledRows | None, flags: Sequence[str], fa
     }
 
 
-def _choice_json(choice: Choice, chosen: Chosen) -> dict[str, Any]:
+def _choice_json(choice: Fitting, chosen: Chosen) -> dict[str, Any]:
     return {
-        "settings": [f"{key}={value}" for key, value in choice.flags.items()],
+        "settings": [f"{key}={value}" for key, value in chosen.settings(choice).items()],
         "words": set_words(choice.run),
         "peak_bytes": choice.prediction.peak.bytes,
         "tokens_per_second": chosen.start.tokens_per_second(choice.slowdown),
         "slowdown": round(choice.slowdown / chosen.choices[0].slowdown, 4),
-        "effect": choice.candidate.effect_text,
+        "effect": choice.effect_text,
         "outside_of_the_device": [
             {"what": what, "where": where, "bytes": size}
             for what, where, size in choice.run.host_bytes(choice.prediction)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from lean_finetune.memory.advice.run import Run, read_run
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
 from lean_finetune.memory.advice.step_cost import duration_text
 from lean_finetune.memory.advice.traffic import traffic_of
-from lean_finetune.memory.advice.verdict import answer, confirmed_peak, deciding_tier, judge_run
+from lean_finetune.memory.advice.verdict import answer, deciding_tier, judge_run
 from lean_finetune.memory.advice.what_fits import as_advice, as_rows, find_limits, sweep_switches
 from lean_finetune.memory.predict.deep_events import step_events
 from lean_finetune.memory.predict.other_phases import (
@@ -73,7 +72,7 @@ def run_stage(
         steps = len(plan.steps)
         tokens = round(int(plan.padded_tokens.sum()) / steps)
         echo(f"training: {counted(steps, 'step')} of about {counted(tokens, 'token')}: {duration}")
-    found = answer(run, prediction, memory, partial(confirmed_peak, run))
+    found = answer(run, prediction, memory)
     states = list(closed_form(fullest.model))
     documents: dict[str, Any] = {
         "verdict.json": {**found.verdict.as_json(), **_stage_layers(prediction)},

@@ -11,7 +11,7 @@ micro-batch. The first combination that fits with recomputed layers is tried wit
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,11 @@ from cuda_memory.units import GIB
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.progress import progress_bar
 from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.search_space import Allowed, Candidate, Space, switch_names
+from lean_finetune.memory.advice.search_space import Candidate, Space, switch_names
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, LESS_DATA, SAME, Switch, flags_of, set_options
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
+from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.trace.memory_trace import Peak
 
 MOST_FOUND = 4
@@ -88,31 +89,27 @@ class Remedy:
         return {column: entry[column] for column in ADVICE_COLUMNS}
 
 
-Confirm = Callable[[Candidate, int], int | None]
-"""From a candidate and its traced peak: the peak that the caller's verdict would report; None if it would not fit."""
+@dataclass(frozen=True, kw_only=True)
+class Fitting(Candidate):
+    """A candidate that fits, with the prediction that its own verdict accepts."""
+
+    prediction: Prediction
 
 
-def advise(
-    run: Run,
-    costs: Costs,
-    *,
-    peak: Peak,
-    usable_bytes: int,
-    confirm: Confirm | None = None,
-) -> list[Remedy]:
+Confirm = Callable[[Candidate, int], Prediction | None]
+"""From a candidate and its traced peak (0: not traced): the prediction by which it fits; None if it does not."""
+
+
+def advise(run: Run, costs: Costs, *, peak: Peak, usable_bytes: int, confirm: Confirm) -> list[Remedy]:
     """The best few changes with which a run fits; empty if none is found.
 
     The predicted `peak` of `run` is more than `usable_bytes`, the largest with which it fits, without its margin.
     `confirm` checks a candidate before it is offered.
     """
-    space = Space(run, costs)
-    search = _Search(run, costs, usable_bytes, space.allows, confirm)
-    search.traced[space.unchanged.flags] = (space.unchanged, peak)
-    with search.bar:
-        for effect in range(len(EFFECTS)):
-            if search.open and not (effect == LESS_DATA and search.found):
-                search.search_group(space.of_effect(effect))
-    return search.found
+    search = _Advice(Space(run, costs), usable_bytes, confirm, most_traces=MOST_TRACES)
+    search.traced[()] = (search.space.unchanged, peak)
+    search.find()
+    return search.remedies
 
 
 REFUSED = Peak(bytes=1 << 62, by_category={})
@@ -127,14 +124,74 @@ def predicted(candidate: Candidate) -> Peak:
         return REFUSED
 
 
-class Tracer:
-    """Traces candidates, and knows by bounds which of them cannot fit."""
+class Search:
+    """Tries candidates in order, and collects those that fit. It knows by bounds which of them cannot.
 
-    def __init__(self, run: Run, costs: Costs, usable_bytes: int, *, most_traces: int):
-        """`usable_bytes`: the most with which `run` fits, without its margin. `most_traces`: for the progress bar."""
-        self.run, self.costs, self._usable, self._margin = run, costs, usable_bytes, run.margin
+    A search says which candidates are `alike`, when it is `done`, and whether one more `adds` anything.
+    """
+
+    def __init__(self, space: Space, usable_bytes: int, confirm: Confirm, *, most_traces: int):
+        """Begin without any trace.
+
+        Args:
+            space: the candidates.
+            usable_bytes: the most with which the run fits that they change, without its margin.
+            confirm: the verdict on a candidate.
+            most_traces: for the progress bar.
+        """
+        self.space, self.run, self.costs, self.confirm = space, space.run, space.costs, confirm
+        self._usable, self._margin = usable_bytes, self.run.margin
         self.traced: dict[tuple[str, ...], tuple[Candidate, Peak]] = {}
-        self.bar = progress_bar(total=most_traces, desc="advice", unit=" traces", disable=not run.params.run.progress)
+        self.found: list[Fitting] = []
+        self.refused: set[tuple[str, ...]] = set()
+        progress = self.run.params.run.progress
+        self.bar = progress_bar(total=most_traces, desc="advice", unit=" traces", disable=not progress)
+
+    @property
+    def done(self) -> bool:
+        """Whether to try no more."""
+        raise NotImplementedError
+
+    def alike(self, candidate: Candidate) -> tuple[int, ...]:
+        """What it has in common with candidates none of which fits if the strongest one does not."""
+        raise NotImplementedError
+
+    def adds(self, candidate: Candidate) -> bool:
+        """Whether it is worth offering beside those found."""
+        raise NotImplementedError
+
+    def fits_among(self, candidate: Candidate, alike: Sequence[Candidate]) -> bool:
+        """Whether it fits; a search may trace another one of `alike` first."""
+        return self.fits(candidate)
+
+    def try_in_order(self, candidates: Iterable[Candidate], among: Iterable[Candidate]) -> None:
+        """Offer the candidates that fit, until the search is done. `among`: these and other candidates like them."""
+        groups: dict[tuple[int, ...], list[Candidate]] = {}
+        for one in among:
+            groups.setdefault(self.alike(one), []).append(one)
+        for one in candidates:
+            if self.done:
+                return
+            alike = groups[self.alike(one)]
+            possible = self.may_fit(one) and self.fits(max(alike, key=lambda other: other.total_level))
+            if possible and self.adds(one) and self.fits_among(one, alike):
+                self.offer(one)
+
+    def offer(self, one: Candidate, *, fewer: bool = True) -> None:
+        """Add a candidate that fits if its verdict accepts it.
+
+        With `fewer`, a faster one with fewer recomputed layers takes its place if that fits too.
+        """
+        faster = (other for other in fewer_recomputed(self, one) if self.space.allows(other.flags)) if fewer else ()
+        for other in faster:
+            if (prediction := self.confirm(other, 0)) is not None:
+                self.found.append(Fitting(**vars(other), prediction=prediction))
+                return
+        if one.flags not in self.refused:
+            if (prediction := self.confirm(one, self.peak_bytes(one))) is None:
+                self.refused.add(one.flags)
+            else:
+                self.found.append(Fitting(**vars(one), prediction=prediction))
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether a candidate fits, by a trace if no bound rules it out."""
@@ -217,7 +274,7 @@ WORTH = 0.98
 """Share of a candidate's time that fewer recomputed layers must at most need."""
 
 
-def fewer_recomputed(tracer: Tracer, one: Candidate) -> Iterator[Candidate]:
+def fewer_recomputed(search: Search, one: Candidate) -> Iterator[Candidate]:
     """Faster candidates that recompute whole layers, and fewer than `one`, or instead of its tiles; the fastest first.
 
     Whether they fit is for the caller to confirm.
@@ -227,20 +284,20 @@ def fewer_recomputed(tracer: Tracer, one: Candidate) -> Iterator[Candidate]:
     recomputes = (train.grad_ckpt and train.grad_ckpt_policy in ("full", "selective")) or train.sequence_tiles
     if not recomputes or stored_elsewhere or one.run.setting.is_pipeline:
         return
-    none, every = (tracer.known_peak(with_recomputed(tracer, one, count)) for count in (0, layers))
+    none, every = (search.known_peak(with_recomputed(search, one, count)) for count in (0, layers))
     if REFUSED in (none, every) or none.bytes <= every.bytes:
         return
-    fewest = max(1, math.ceil((none.bytes - tracer.most_bytes(one)) / ((none.bytes - every.bytes) / layers)))
+    fewest = max(1, math.ceil((none.bytes - search.most_bytes(one)) / ((none.bytes - every.bytes) / layers)))
     for count in (fewest + number * max(1, layers // 16) for number in range(TRIES)):
-        fewer = with_recomputed(tracer, one, count)
+        fewer = with_recomputed(search, one, count)
         if count < layers and fewer.slowdown < WORTH * one.slowdown:
             yield fewer
 
 
-def with_recomputed(tracer: Tracer, one: Candidate, count: int) -> Candidate:
+def with_recomputed(search: Search, one: Candidate, count: int) -> Candidate:
     """The candidate with its first `count` layers recomputed, which may be none or all, and without tiles."""
     first_n = 0 < count < one.run.config.get_text_config().num_hidden_layers
-    start = tracer.run.setting
+    start = search.run.setting
     wanted = {
         "train.grad_ckpt": count > 0,
         "train.grad_ckpt_policy": "first_n" if first_n else "full",
@@ -253,24 +310,33 @@ def with_recomputed(tracer: Tracer, one: Candidate, count: int) -> Candidate:
     options[tiles] = replace(options[tiles], values={}, flags=(), effect=SAME, ease=0, level=0)
     without_tiles = {"train.sequence_tiles": start.train.sequence_tiles}
     run = replace(one.run, setting=setting_with(one.run.setting, {**wanted, **without_tiles}))
-    work = one.slowdown / tracer.costs.slowdown(one.run)  # Of its micro-batches.
-    return replace(one, options=tuple(options), run=run, slowdown=work * tracer.costs.slowdown(run))
+    work = one.slowdown / search.costs.slowdown(one.run)  # Of its micro-batches.
+    return replace(one, options=tuple(options), run=run, slowdown=work * search.costs.slowdown(run))
 
 
-class _Search(Tracer):
-    """Collects the candidates that fit."""
+class _Advice(Search):
+    """The search of `advise`."""
 
-    def __init__(self, run: Run, costs: Costs, usable_bytes: int, allowed: Allowed, confirm: Confirm | None):
-        super().__init__(run, costs, usable_bytes, most_traces=MOST_TRACES)
-        self._allowed, self._confirm = allowed, confirm
-        self._refused: set[tuple[str, ...]] = set()
-        self._fitting: list[tuple[Candidate, int]] = []
+    _before, _last = 0, MOST_TRACES
+
+    def find(self) -> None:
+        """Search group by group, the least harmful to learning first."""
+        with self.bar:
+            for effect in range(len(EFFECTS)):
+                if self._open and not (effect == LESS_DATA and self.found):
+                    self._search_group(self.space.of_effect(effect))
 
     @property
-    def open(self) -> bool:
-        """Whether to continue."""
-        confirmed = len(self._refused) + len(self._fitting)
-        return len(self._fitting) < MOST_FOUND and confirmed < MOST_CONFIRMED and self._traces < MOST_TRACES
+    def _open(self) -> bool:
+        """Whether to continue with another group."""
+        confirmed = len(self.refused) + len(self.found)
+        return len(self.found) < MOST_FOUND and confirmed < MOST_CONFIRMED and self._traces < MOST_TRACES
+
+    @property
+    def done(self) -> bool:
+        """Whether this group has been tried."""
+        in_group = len(self.found) - self._before
+        return not self._open or self._traces >= self._last or in_group >= MOST_FOUND_IN_GROUP
 
     @property
     def _traces(self) -> int:
@@ -278,45 +344,46 @@ class _Search(Tracer):
         return len(self.traced) - 1
 
     @property
-    def found(self) -> list[Remedy]:
+    def remedies(self) -> list[Remedy]:
         """What fits, in the order of candidates."""
-        return [self._remedy(*found) for found in sorted(self._fitting, key=lambda found: found[0].order)]
+        return [self._remedy(one) for one in sorted(self.found, key=lambda one: one.order)]
 
-    def _remedy(self, candidate: Candidate, peak_bytes: int) -> Remedy:
+    def _remedy(self, one: Fitting) -> Remedy:
         """A candidate with its price."""
-        host_bytes, disk_bytes = self.costs.offloaded_bytes(candidate.run.setting)
+        host_bytes, disk_bytes = self.costs.offloaded_bytes(one.run.setting)
         return Remedy(
-            flags=candidate.flags,
-            peak_bytes=peak_bytes,
-            slowdown=candidate.slowdown,
-            effect=candidate.effect_text,
+            flags=one.flags,
+            peak_bytes=one.prediction.peak.bytes,
+            slowdown=one.slowdown,
+            effect=one.effect_text,
             host_bytes=host_bytes,
             disk_bytes=disk_bytes,
-            step_seconds=self.costs.step_time(candidate.run),
+            step_seconds=self.costs.step_time(one.run),
         )
 
-    def search_group(self, candidates: Sequence[Candidate]) -> None:
+    def _search_group(self, candidates: Sequence[Candidate]) -> None:
         """Find the candidates of a group that fit without unnecessary switches."""
-        fastest = min((c.slowdown for c, _ in self._fitting), default=None)
+        fastest = min((one.slowdown for one in self.found), default=None)
         wanted = [c for c in candidates if fastest is None or c.slowdown < FASTER * fastest]
         fitting = [candidate for candidate in self._strongest(wanted) if fastest is None and self.fits(candidate)]
         if fastest is None and not fitting:
             return
-        # By states, the strongest candidate: if it does not fit, no other one with these states does.
-        least_of = {_states(c): c for c in sorted(reversed(candidates), key=lambda c: c.total_level)}
-        before, last = len(self._fitting), self._traces + MOST_TRACES_IN_GROUP
-        for candidate in wanted:
-            if not self.open or self._traces >= last or len(self._fitting) - before >= MOST_FOUND_IN_GROUP:
-                break
-            possible = self.may_fit(candidate) and self.fits(least_of[_states(candidate)])
-            if possible and self._adds(candidate, self._fitting[before:]) and self.fits(candidate):
-                self._offer(candidate)
-                last = min(self._traces + TRACES_BEYOND, MOST_TRACES)
-        if len(self._fitting) == before and fastest is None:
+        self._before, self._last = len(self.found), self._traces + MOST_TRACES_IN_GROUP
+        self.try_in_order(wanted, candidates)
+        if len(self.found) == self._before and fastest is None:
             strongest = min(fitting, key=lambda candidate: candidate.order)
-            self._offer(self._lightened(strongest, candidates, self._traces + LIGHTENING_TRACES))
-            if self._adds(strongest, self._fitting[before:]):
-                self._offer(strongest)
+            self.offer(self._lightened(strongest, candidates, self._traces + LIGHTENING_TRACES))
+            if self.adds(strongest):
+                self.offer(strongest)
+
+    def alike(self, candidate: Candidate) -> tuple[int, ...]:
+        """Levels of the switches that change weights, gradients or optimizer state."""
+        return tuple(candidate.level(switch.name) for switch in SWITCHES if switch.changes_states)
+
+    def offer(self, one: Candidate, *, fewer: bool = True) -> None:
+        """See the base class. Only the first one found recomputes fewer layers."""
+        super().offer(one, fewer=not self.found)
+        self._last = min(self._traces + TRACES_BEYOND, MOST_TRACES)
 
     def _strongest(self, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
         """The candidates with the least states: one without updates in backward, and one with them."""
@@ -336,45 +403,17 @@ class _Search(Tracer):
                 return self._lightened(other, lighter, last)
         return candidate
 
-    def _adds(self, candidate: Candidate, of_class: Sequence[tuple[Candidate, int]]) -> bool:
+    def adds(self, candidate: Candidate) -> bool:
         """Whether it changes less than what is found, or leaves room that the only candidate of its group does not."""
-        covered = [(other, peak_bytes) for other, peak_bytes in self._fitting if candidate.covers(other)]
+        covered = [one for one in self.found if candidate.covers(one)]
         if not covered:
             return True
-        tight = all(peak_bytes > ROOMY * self.most_bytes(other) for other, peak_bytes in self._fitting)
+        tight = all(one.prediction.peak.bytes > ROOMY * self.most_bytes(one) for one in self.found)
         roomy = ROOMY * self.most_bytes(candidate)
         return (
             tight
-            and covered == list(of_class)
+            and covered == self.found[self._before :]
             and self.bound(candidate) <= roomy
             and self.fits(candidate)
             and self.peak_bytes(candidate) <= roomy
         )
-
-    def _offer(self, candidate: Candidate) -> None:
-        """Add a candidate that fits to the result if it is confirmed, with the confirmed peak.
-
-        A faster one with fewer recomputed layers takes the place of the first.
-        """
-        faster = () if self._fitting else fewer_recomputed(self, candidate)
-        for fewer in (one for one in faster if self._allowed(one.flags)):
-            traced_bytes = self.known_peak(fewer).bytes if self._confirm is None else 0  # A confirmation traces it.
-            if (peak_bytes := self._confirmed(fewer, traced_bytes)) is not None:
-                self._fitting.append((fewer, peak_bytes))
-                return
-        peak_bytes = self._confirmed(candidate, self.peak_bytes(candidate))
-        if peak_bytes is None:
-            self._refused.add(candidate.flags)
-        elif candidate.flags not in self._refused:
-            self._fitting.append((candidate, peak_bytes))
-
-    def _confirmed(self, candidate: Candidate, traced_bytes: int) -> int | None:
-        """The confirmed peak; None if the candidate does not fit."""
-        if traced_bytes > self.most_bytes(candidate):
-            return None
-        return traced_bytes if self._confirm is None else self._confirm(candidate, traced_bytes)
-
-
-def _states(candidate: Candidate) -> tuple[int, ...]:
-    """Levels of the switches that change weights, gradients or optimizer state."""
-    return tuple(candidate.level(switch.name) for switch in SWITCHES if switch.changes_states)

@@ -153,7 +153,7 @@ class Space:
             sizes: the options of `MICRO_BATCH`, ascending by level; None means halved ones.
             wanted: whether overrides may be tried, besides the rules.
         """
-        self._run, self._costs, self._wanted = run, costs, wanted
+        self.run, self.costs, self._wanted = run, costs, wanted
         self._keeps_rules = partial(keeps_rules, params_of_rules(run.params))
         unchanged = Option(flags=(), effect=SAME, ease=0, level=0, run=run)
         support = Support(
@@ -200,12 +200,12 @@ class Space:
 
     def _fits_host(self, candidate: Candidate) -> bool:
         """Whether the host has memory for what is offloaded."""
-        there = self._run.host_ram_bytes
-        return there is None or self._costs.offloaded_bytes(candidate.run.setting)[0] <= there
+        there = self.run.host_ram_bytes
+        return there is None or self.costs.offloaded_bytes(candidate.run.setting)[0] <= there
 
     def _options_of(self, switch: Switch, support: Support) -> Iterator[Option]:
         """The options of a switch, each stronger than the one before."""
-        run = self._run
+        run = self.run
         variants = (different(run.setting, variant) for variant in switch.lighter(run.setting, support))
         kept = (values for values in variants if values and self._keeps_rules(flags_of(values)))
         for number, values in enumerate(kept):
@@ -234,10 +234,10 @@ class Space:
     def _possible(self, options: Iterable[Option]) -> Iterator[Option]:
         """The options that this model supports."""
         for option in options:
-            setting = setting_with(self._run.setting, option.values)
+            setting = setting_with(self.run.setting, option.values)
             try:
-                refuse_parts(setting.train, self._run.config)
-                self._costs.least_bytes(setting)
+                refuse_parts(setting.train, self.run.config)
+                self.costs.least_bytes(setting)
             except UserError:  # Its heads or layers cannot be split so, or its rows exclude the option.
                 continue
             yield option
@@ -245,17 +245,17 @@ class Space:
     def _candidate(self, options: tuple[Option, ...]) -> Candidate:
         """The combination of options. At most one of them changes the micro-batches."""
         values = {key: value for option in options for key, value in option.values.items()}
-        resized = next((option.run for option in options if option.run is not self._run), self._run)
+        resized = next((option.run for option in options if option.run is not self.run), self.run)
         setting = setting_with(resized.setting, values)
-        if setting.layout.pipeline != self._run.setting.layout.pipeline:
+        if setting.layout.pipeline != self.run.setting.layout.pipeline:
             changed = in_stages(resized, setting)
         else:  # Fewer groups of GPUs train different rows.
-            micro_batches = resized.micro_batches_per_step * setting.layout.context / self._run.setting.layout.context
-            if micro_batches != self._run.micro_batches_per_step:
+            micro_batches = resized.micro_batches_per_step * setting.layout.context / self.run.setting.layout.context
+            if micro_batches != self.run.micro_batches_per_step:
                 setting = replace(setting, accumulates_gradients=micro_batches > 1)
             changed = replace(resized, setting=setting, micro_batches_per_step=micro_batches)
         work = math.prod(option.work for option in options)
-        return Candidate(options=options, run=changed, slowdown=work * self._costs.slowdown(changed))
+        return Candidate(options=options, run=changed, slowdown=work * self.costs.slowdown(changed))
 
 
 def _flags_of(options: Iterable[Option]) -> tuple[str, ...]:

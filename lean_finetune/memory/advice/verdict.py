@@ -13,7 +13,7 @@ from lean_finetune.memory.advice.full_rows import remade
 from lean_finetune.memory.advice.margins import Margin, State, Tier, judge_bytes, margin_of
 from lean_finetune.memory.advice.plan_memory import ALLOCATORS, PlanMemory, replay_steps
 from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.search import Confirm, Remedy, advise
+from lean_finetune.memory.advice.search import Remedy, advise
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, SAME
@@ -248,14 +248,11 @@ def judge_run(
     )
 
 
-def answer(
-    run: Run, prediction: Prediction, memory: PlanMemory | None = None, confirm: Confirm | None = None
-) -> Answer:
+def answer(run: Run, prediction: Prediction, memory: PlanMemory | None = None) -> Answer:
     """Judge a run, and search for changes if it does not fit.
 
     `memory` is the allocator's behaviour over the plan, if known. If only fragmentation makes the run fail, the other
-    kind of segments is the one remedy, because it costs no time. `confirm` returns the peak of a changed run that the
-    caller accepts. Without it, tensors alone decide.
+    kind of segments is the one remedy, because it costs no time. Every remedy has passed the same verdict.
     """
     usable, shortage = run.usable_bytes, run.shortage(prediction.offloaded_bytes)
     judged = partial(judge_run, run, prediction, memory)
@@ -263,7 +260,7 @@ def answer(
     if prediction.peak.bytes <= usable and shortage is None:
         other = () if memory is None or segments_from_environment() is not None else other_segments(memory, prediction)
         verdict = judged(other)
-        if verdict.fits or other or confirm is None:
+        if verdict.fits or other:
             return Answer(verdict=verdict, remedies=other, ranked=None)
     costs = Costs(run)
     remedies = advise(
@@ -271,22 +268,14 @@ def answer(
         costs,
         peak=prediction.peak,
         usable_bytes=run.fitting_bytes,
-        confirm=confirm,
+        confirm=partial(confirmed, run),
     )
     ranked = f"by effect on learning, then {costs.reason}"
     return Answer(verdict=judged(remedies), remedies=tuple(remedies), ranked=ranked)
 
 
-def confirmed_peak(run: Run, candidate: Candidate, traced_bytes: int) -> int | None:
-    """The peak of a changed run that its own verdict accepts; None if it does not fit, or a later stage refuses it."""
-    found = confirmed_run(run, candidate, traced_bytes)
-    return None if found is None else found[1].peak.bytes
-
-
-def confirmed_run(
-    run: Run, candidate: Candidate, traced_bytes: int
-) -> tuple[Run, Prediction, PlanMemory | None] | None:
-    """A changed run that its own verdict accepts; None if it does not fit, or a later stage refuses it.
+def confirmed(run: Run, candidate: Candidate, traced_bytes: int) -> Prediction | None:
+    """The prediction of a changed run that its own verdict accepts; None if it does not fit, or a stage refuses it.
 
     A planned run gets the plan that the change leads to; a run with full rows is what `fit` makes of the overrides.
     `traced_bytes` is the peak of the candidate's own micro-batches.
@@ -308,7 +297,7 @@ def confirmed_run(
         return None  # Skip the replay of a plan, which takes as long as the prediction.
     if run.planned is not None:
         memory, _ = trial.replay(prediction)
-    return (trial, prediction, memory) if judge_run(trial, prediction, memory).fits else None
+    return prediction if judge_run(trial, prediction, memory).fits else None
 
 
 def other_segments(memory: PlanMemory, prediction: Prediction) -> tuple[Remedy, ...]:

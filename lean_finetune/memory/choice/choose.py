@@ -11,11 +11,12 @@ from lean_finetune.config.field_types import Method
 from lean_finetune.config.load import with_flags
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
+from lean_finetune.memory.advice.search import Fitting
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.switch import ROUNDED, UNCLIPPED
 from lean_finetune.memory.advice.switches import LIGHTER_METHODS
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP, generation, longest_fitting_row, smallest_gpu
-from lean_finetune.memory.choice.fastest import MOST_CHOICES, Choice, FastestSets
+from lean_finetune.memory.choice.fastest import MOST_CHOICES, FastestSets
 from lean_finetune.memory.choice.plain_run import Start, plain_start
 from lean_finetune.memory.predict.assumed_rows import TEXT_ROWS, AssumedRows
 from lean_finetune.plan.optimizer_steps import RowIndex
@@ -41,7 +42,7 @@ class Lost:
 class Chosen:
     """The answer."""
 
-    choices: Sequence[Choice]
+    choices: Sequence[Fitting]
     """The best few sets, best first; empty if nothing fits."""
     start: Start
     """The plain run of the method that was chosen or tried last."""
@@ -55,6 +56,10 @@ class Chosen:
     def method(self) -> Method:
         """What is trained."""
         return self.start.run.setting.train.method
+
+    def settings(self, choice: Fitting) -> dict[str, str]:
+        """The overrides of the user's parameters that lead to a set, by key."""
+        return dict(text.split("=", 1) for text in (*self.start.flags, *choice.flags))
 
 
 def choose(
@@ -89,7 +94,7 @@ def choose(
                 continue
             last = FastestSets(start, partial(_wanted, fixed, on_device))
             if last.find(ROUNDED if on_device else UNCLIPPED, most):
-                return Chosen(choices=last.choices, start=start, lost=lost, sets=last, assumed=assumed)
+                return Chosen(choices=last.found, start=start, lost=lost, sets=last, assumed=assumed)
             least_bytes, most_bytes = least_needed(last)
             lost.append(Lost(method=method, why=None, least_bytes=least_bytes, most_bytes=most_bytes))
     if last is None:

@@ -7,16 +7,14 @@ the highest of many instants, each linear in them. So two traced sizes bound all
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
-from lean_finetune.memory.advice.plan_memory import PlanMemory
-from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.search import FASTER, REFUSED, Tracer, fewer_recomputed
-from lean_finetune.memory.advice.search_space import MICRO_BATCH, Allowed, Candidate, Space
+from lean_finetune.memory.advice.search import FASTER, REFUSED, Fitting, Search
+from lean_finetune.memory.advice.search_space import Allowed, Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.verdict import confirmed_run
+from lean_finetune.memory.advice.switch import SAME
+from lean_finetune.memory.advice.verdict import confirmed
 from lean_finetune.memory.choice.plain_run import Start
-from lean_finetune.memory.predict.peak import Prediction
 
 MOST_CHOICES = 3
 MOST_TRACES = 24
@@ -26,87 +24,61 @@ MUCH_LESS = 0.8
 """Share of a faster set's peak from which a slower set with more switches is worth showing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A set of switches with which the run fits."""
-
-    candidate: Candidate
-    """Its run has the padding of the rows."""
-    run: Run
-    """With full micro-batches, as `fit` predicts them."""
-    prediction: Prediction
-    memory: PlanMemory | None
-    flags: dict[str, str]
-    """Overrides by key."""
-
-    @property
-    def slowdown(self) -> float:
-        """Time per row relative to the plain run."""
-        return self.candidate.slowdown
-
-
-class FastestSets(Tracer):
+class FastestSets(Search):
     """Searches the combinations of one plain run."""
 
     def __init__(self, start: Start, wanted: Allowed):
         """`wanted`: whether overrides may be tried, besides the rules."""
-        self.start = start
         run = start.run
-        super().__init__(run, Costs(run), run.fitting_bytes, most_traces=MOST_TRACES)
-        self._space = Space(run, self.costs, start.sizes, wanted)
+        space = Space(run, Costs(run), start.sizes, wanted)
+        super().__init__(space, run.fitting_bytes, partial(confirmed, run), most_traces=MOST_TRACES)
+        self.start = start
         self.groups: dict[int, list[Candidate]] = {}
-        self.choices: list[Choice] = []
-        self._last = MOST_TRACES
+        self._most, self._last = MOST_CHOICES, MOST_TRACES
 
     def candidates(self, effect: int) -> list[Candidate]:
         """The combinations with an effect on learning, in the order in which they are tried."""
         if effect not in self.groups:
-            found = self._space.of_effect(effect)
-            if effect == 0:
-                found.insert(0, self._space.unchanged)
-            self.groups[effect] = found
+            unchanged = [self.space.unchanged] if effect == SAME else []
+            self.groups[effect] = [*unchanged, *self.space.of_effect(effect)]
         return self.groups[effect]
 
-    def find(self, most_effect: int, most: int = MOST_CHOICES) -> list[Choice]:
+    def find(self, most_effect: int, most: int = MOST_CHOICES) -> list[Fitting]:
         """The best `most` sets: the least harmful to learning first, then the fastest; a more harmful one if faster."""
+        self._most = most
         with self.bar:
             for effect in range(most_effect + 1):
-                if not self.choices:
-                    self._search(self.candidates(effect), most)
+                if not self.found:
+                    self.try_in_order(self.candidates(effect), self.candidates(effect))
                     continue
                 if most == 1:
                     break
-                best, before = self.choices[0].slowdown, self.choices
+                best, before = self.found[0].slowdown, self.found
                 faster = [one for one in self.candidates(effect) if one.slowdown < FASTER * best]
-                self.choices, self._last = [], self._count + TRACES_BEYOND
-                self._search(faster, 1)
-                if self.choices:
-                    self.choices = [*before[: most - 1], *self.choices]
+                self.found, self._most, self._last = [], 1, self._count + TRACES_BEYOND
+                self.try_in_order(faster, faster)
+                if self.found:
+                    self.found = [*before[: most - 1], *self.found]
                     break
-                self.choices = before
-        return self.choices
+                self.found = before
+        return self.found
 
-    def _search(self, candidates: Sequence[Candidate], most: int) -> None:
-        families: dict[tuple[int, ...], list[Candidate]] = {}
-        for one in candidates:
-            families.setdefault(_family(one), []).append(one)
-        for one in candidates:
-            if len(self.choices) >= most or self._count >= self._last:
-                return
-            family = families[_family(one)]
-            if any(_family(choice.candidate) == _family(one) for choice in self.choices) or not self.may_fit(one):
-                continue
-            smallest = max(family, key=lambda other: other.level(MICRO_BATCH))
-            if self.fits(smallest) and self._adds(one) and self._fits_here(one, family):
-                self._choose(one)
+    @property
+    def done(self) -> bool:
+        """Whether there are enough sets, or traces."""
+        return len(self.found) >= self._most or self._count >= self._last
 
     @property
     def _count(self) -> int:
         return len(self.traced)
 
-    def _fits_here(self, one: Candidate, family: Sequence[Candidate]) -> bool:
+    def alike(self, candidate: Candidate) -> tuple[int, ...]:
+        """Levels of all switches but the size of micro-batches."""
+        return tuple(option.level for option in candidate.options[1:])
+
+    def fits_among(self, one: Candidate, alike: Sequence[Candidate]) -> bool:
         """Whether it fits; a smaller size that probably fits is traced first, which bounds all larger ones."""
-        sizes = sorted(family, key=lambda other: other.most_tokens)
+        sizes = sorted(alike, key=lambda other: other.most_tokens)
         traced = [other for other in sizes if other.flags in self.traced]
         if len(traced) == 1 and one.flags not in self.traced:
             known, states = traced[0], self.costs.least_bytes(one.run.setting)
@@ -118,11 +90,11 @@ class FastestSets(Tracer):
         return self.fits(one)
 
     def bound(self, candidate: Candidate) -> int:
-        """See Tracer; also by two smaller sizes of the same family."""
+        """See the base class; also by two smaller sizes of the same family."""
         alike = [
             (other.most_tokens, peak.bytes)
             for other, peak in self.traced.values()
-            if _family(other) == _family(candidate)
+            if self.alike(other) == self.alike(candidate)
             and other.sums_gradients == candidate.sums_gradients
             and other.most_tokens < candidate.most_tokens
             and peak is not REFUSED
@@ -133,25 +105,16 @@ class FastestSets(Tracer):
         (fewer, low), (more, high) = sorted(alike)[-2:]
         return max(least, int(high + (high - low) / (more - fewer) * (candidate.most_tokens - more)))
 
-    def _adds(self, one: Candidate) -> bool:
-        """Whether it has fewer switches than each set found, or a much lower peak."""
-        covered = [choice for choice in self.choices if one.covers(choice.candidate)]
-        return all(self.bound(one) < MUCH_LESS * choice.prediction.peak.bytes for choice in covered)
+    def adds(self, one: Candidate) -> bool:
+        """Whether none of its family is found, and it has fewer switches than each set found, or a much lower peak."""
+        if any(self.alike(set_) == self.alike(one) for set_ in self.found):
+            return False
+        covered = [set_ for set_ in self.found if one.covers(set_)]
+        return all(self.bound(one) < MUCH_LESS * set_.prediction.peak.bytes for set_ in covered)
 
-    def _choose(self, one: Candidate) -> None:
-        """Add a set, or a faster one that recomputes fewer layers, if its own verdict accepts it."""
-        fewer = [(other, 0) for other in fewer_recomputed(self, one) if self._space.allows(other.flags)]
-        for other, traced_bytes in (*fewer, (one, self.peak_bytes(one))):
-            if (found := confirmed_run(self.run, other, traced_bytes)) is not None:
-                break
-        else:  # Reserved memory, the host or a later stage.
-            return
-        one, (run, prediction, memory) = other, found
-        flags = dict(text.split("=", 1) for text in (*self.start.flags, *one.flags))
-        self.choices.append(Choice(candidate=one, run=run, prediction=prediction, memory=memory, flags=flags))
-        self._last = min(self._last, self._count + TRACES_BEYOND)
-
-
-def _family(candidate: Candidate) -> tuple[int, ...]:
-    """Levels of all switches but the size of micro-batches."""
-    return tuple(option.level for option in candidate.options[1:])
+    def offer(self, one: Candidate, *, fewer: bool = True) -> None:
+        """See the base class."""
+        before = len(self.found)
+        super().offer(one, fewer=fewer)
+        if len(self.found) > before:
+            self._last = min(self._last, self._count + TRACES_BEYOND)

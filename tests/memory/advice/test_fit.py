@@ -3,7 +3,6 @@
 import json
 import shlex
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,7 +19,6 @@ from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.verdict import (
     answer,
-    confirmed_peak,
     deciding_tier,
     dying_first_step,
     judge_run,
@@ -140,7 +138,7 @@ def test_a_run_with_the_advised_overrides_fits(workspace: Path, values: dict[str
     gpu = card_for(int(share * peak_bytes))
     run = run_of(workspace, gpu, [])
     prediction = run.predict()
-    found = answer(run, prediction, confirm=partial(confirmed_peak, run))
+    found = answer(run, prediction)
     assert not judge_run(run, prediction).fits and found.remedies
     assert found.ranked is not None and "by effect on learning, then by the speed of A100-80GB" in found.ranked
     for remedy in found.remedies:
@@ -245,7 +243,7 @@ def test_json_has_the_exit_code_of_the_verdict_and_an_unknown_gpu_that_of_a_wron
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A script that takes an answer for a run that fits."""
-    monkeypatch.setattr(fit_text, "answer", lambda run, prediction, memory, confirm: Mock(remedies=()))
+    monkeypatch.setattr(fit_text, "answer", lambda run, prediction, memory: Mock(remedies=()))
     result = invoke(fit, "--model", "model", "--gpu", card_for(2**20), "--json")
     assert result.exit_code == 3 and json.loads(result.stdout)["verdict"] == "does not fit"
     unknown = error(invoke(fit, "--model", "model", "--gpu", "H1000"), 2)

@@ -1,7 +1,6 @@
 """Margins: how much more than predicted a run may need, and what the verdict makes of it."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from transformers import LlamaConfig
@@ -11,7 +10,7 @@ from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.advice.margins import MARGINS, judge_bytes, margin_of
 from lean_finetune.memory.advice.search import Remedy
-from lean_finetune.memory.advice.verdict import Verdict, answer, confirmed_peak, judge, judge_run
+from lean_finetune.memory.advice.verdict import Verdict, answer, judge, judge_run
 from lean_finetune.memory.devices import cpu_device, resolve_gpu
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.trace.memory_trace import Peak
@@ -130,7 +129,7 @@ def test_offers_for_a_tight_run_fit_with_the_margin_of_their_own_kind():
     prediction = whole.predict()
     device = card(int(1.3 * prediction.peak.bytes) + CARD.context.max_bytes)
     run = full_rows_run(params, config, device)
-    found = answer(run, prediction, confirm=partial(confirmed_peak, run))
+    found = answer(run, prediction)
     assert found.verdict.state == "tight" and found.remedies
     for remedy in found.remedies:
         margin = margin_of(full_rows_run(with_flags(params, remedy.flags), config, device).setting, device)

@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 from lean_finetune.config.load import with_flags
 from lean_finetune.memory.advice.run import PlannedRows, Run
 from lean_finetune.memory.advice.search_space import Candidate
-from lean_finetune.memory.advice.verdict import confirmed_peak
+from lean_finetune.memory.advice.verdict import confirmed
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.plan.optimizer_steps import read_index
 from lean_finetune.plan.planner import PlanSettings
@@ -51,7 +51,8 @@ def planned_run(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **set
 
 
 def peak_if_it_fits(run: Run, changed: Run) -> int | None:
-    return confirmed_peak(run, Candidate(options=(), run=changed, slowdown=1.0), 0)
+    prediction = confirmed(run, Candidate(options=(), run=changed, slowdown=1.0), 0)
+    return prediction and prediction.peak.bytes
 
 
 def resized(run: Run, **sizes: int) -> Run:

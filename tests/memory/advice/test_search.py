@@ -3,8 +3,8 @@
 import json
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,8 +18,10 @@ from lean_finetune.memory.advice.search_space import Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, OTHER_WEIGHTS, ROUNDED, SAME, SMALLER_STEPS, UNCLIPPED
 from lean_finetune.memory.advice.switches import setting_with
-from lean_finetune.memory.advice.verdict import answer, confirmed_peak, predict_tiers
+from lean_finetune.memory.advice.verdict import answer, predict_tiers
 from lean_finetune.memory.advice.what_fits import Largest, largest_fitting, longest_fitting_row, smallest_gpu
+from lean_finetune.memory.predict.peak import Prediction
+from lean_finetune.memory.trace.memory_trace import Peak
 from tests.conftest import ROOT
 from tests.memory.common import joined, shape
 from tests.memory.workloads import CONFIG, H100, peak_of, workload
@@ -28,8 +30,12 @@ PARAMS = load_params(ROOT / "params.yaml")
 
 
 def advice_for(run: Run, usable_bytes: int, confirm: Confirm | None = None) -> list[Remedy]:
+    def by_tensors(candidate: Candidate, traced_bytes: int) -> Prediction | None:
+        prediction = candidate.run.predict()
+        return prediction if prediction.peak.bytes <= usable_bytes else None
+
     peak = run.predict().peak
-    return advise(run, Costs(run), peak=peak, usable_bytes=usable_bytes, confirm=confirm)
+    return advise(run, Costs(run), peak=peak, usable_bytes=usable_bytes, confirm=confirm or by_tensors)
 
 
 def changes(remedy: Remedy) -> set[str]:
@@ -132,7 +138,7 @@ def test_full_training_of_an_8b_is_offered_on_24_gb():
     flags = ["model.name=llama-3.1-8b", "hardware.gpu=RTX-4090", "train.method=full"]
     run = fit_run(with_flags(load_params(COMMON_PARAMS), flags))
     prediction, memory = predict_tiers(run)
-    found = answer(run, prediction, memory, confirm=partial(confirmed_peak, run)).remedies
+    found = answer(run, prediction, memory).remedies
     (remedy,) = (remedy for remedy in found if "train.optimizer_in_backward=true" in remedy.flags)
     assert 19 * GIB < remedy.peak_bytes < 20 * GIB and remedy.host_bytes > 14 * GIB
 
@@ -240,9 +246,10 @@ def test_only_confirmed_candidates_are_offered(monkeypatch: pytest.MonkeyPatch):
     run = workload(method="lora", loss_chunk=None)
     tried: list[Run] = []
 
-    def refuse_all_but_the_last(changed: Candidate, peak_bytes: int) -> int | None:
+    def refuse_all_but_the_last(changed: Candidate, peak_bytes: int) -> Prediction | None:
         tried.append(changed.run)
-        return 1 if len(tried) == search.MOST_CONFIRMED else None
+        peak = Peak(bytes=1, by_category={})
+        return Mock(Prediction, peak=peak) if len(tried) == search.MOST_CONFIRMED else None
 
     found = advice_for(run, peak_of(run), refuse_all_but_the_last)
     assert len(tried) == search.MOST_CONFIRMED

@@ -10,8 +10,8 @@ from cuda_memory.gpus import GPUS
 from cuda_memory.units import MIB
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.images.image_family import Size
+from lean_finetune.memory.advice import search
 from lean_finetune.memory.choice import choose as choose_module
-from lean_finetune.memory.choice import fastest
 from lean_finetune.memory.choice.choose import Chosen, choose, faster_with_bf16_updates, lighter_that_fits
 from lean_finetune.memory.choice.fastest import MOST_CHOICES
 from lean_finetune.memory.predict.assumed_images import AssumedImages
@@ -43,7 +43,7 @@ def chosen_on(mib: int, *methods: str, fixed: tuple[str, ...] = ()) -> Chosen:
 
 
 def settings(chosen: Chosen) -> dict[str, str]:
-    return chosen.choices[0].flags
+    return chosen.settings(chosen.choices[0])
 
 
 def test_a_roomy_gpu_gets_no_switch_and_whole_steps():
@@ -88,7 +88,7 @@ def test_only_as_many_layers_are_recomputed_as_the_gpu_needs(monkeypatch: pytest
     assert best.prediction.peak.bytes <= most_bytes
     two_fewer = best.run.setting.with_train(grad_ckpt_layers=train.grad_ckpt_layers - 2)
     assert dataclasses.replace(best.run, setting=two_fewer).predict().peak.bytes > most_bytes
-    monkeypatch.setattr(fastest, "fewer_recomputed", lambda tracer, one: ())
+    monkeypatch.setattr(search, "fewer_recomputed", lambda search, one: ())
     plain = choose(p, config, device, ("lora",), sized, None, most=1).choices[0]
     assert plain.run.setting.train.grad_ckpt_policy != "first_n" and best.slowdown < plain.slowdown
     fixed = choose(p, config, device, ("lora",), {*sized, "train.grad_ckpt_policy"}, None, most=1).choices[0]
