@@ -96,6 +96,7 @@ TRAIN_RULES = [
         "updates weights before an fp16 overflow is known; got true with train.precision=fp16; use bf16 or fp32, or "
         "set train.optimizer_in_backward=false",
     ),
+    needs("train.router", "train.method", "full"),
     needs("train.quant.type", "train.method", "qlora"),
     needs("train.quant.double", "train.method", "qlora"),
     needs("train.lora.dropout", "train.method", *ADAPTER_METHODS),
@@ -155,7 +156,6 @@ TRAIN_RULES = [
         "has no gradient where int8_lora recomputes layers; got {train.router_aux_loss}; set it to 0.0, or "
         "train.grad_ckpt=false",
     ),
-    needs("train.router", "train.method", "full"),
     *map(_part_rule, ("vision", "projector")),
     Rule(
         "train.vision",
