@@ -213,20 +213,15 @@ GATHERED_LAYERS: frozenset[Sharding] = frozenset({"zero3", "hsdp"})
 """Modes in which a layer's full weights exist only while it computes."""
 
 
-def _sharing(params: "Params") -> int:
-    """Number of GPUs that share weights by train.sharding."""
-    return params.layout.sharing
-
-
 def _indivisible(params: "Params") -> bool:
     """Whether hsdp cannot divide the GPUs into groups of shard_group_gpus."""
-    gpus, group = _sharing(params), params.train.shard_group_gpus
+    gpus, group = params.layout.sharing, params.train.shard_group_gpus
     return params.train.sharding == "hsdp" and group is not None and (gpus % group != 0 or not 1 < group < gpus)
 
 
 def _too_few_groups(params: "Params") -> bool:
     """Whether hsdp cannot divide the GPUs into equal groups of any size."""
-    gpus, train = _sharing(params), params.train
+    gpus, train = params.layout.sharing, params.train
     return (
         train.sharding == "hsdp" and train.shard_group_gpus is None and all(gpus % size != 0 for size in range(2, gpus))
     )
@@ -239,10 +234,6 @@ def _excluded_by_tensor(excluded: Callable[["Params"], bool], reason: str, remed
         lambda p: p.train.tensor_parallel > 1 and excluded(p),
         f"{reason}; got {{train.tensor_parallel}}; {remedy}, or set train.tensor_parallel=1",
     )
-
-
-def _pipelined(params: "Params") -> bool:
-    return params.train.pipeline_stages > 1
 
 
 SHARDING_RULES = [
@@ -262,7 +253,7 @@ SHARDING_RULES = [
         "use zero3",
     ),
     _excluded_by_tensor(
-        lambda p: _sharing(p) == 1 and p.train.sharding != "none",
+        lambda p: p.layout.sharing == 1 and p.train.sharding != "none",
         "of all GPUs leaves none to share weights by train.sharding={train.sharding}",
         "set train.sharding=none, raise hardware.num_gpus",
     ),
@@ -320,7 +311,7 @@ SHARDING_RULES = [
     ),
     Rule(
         "train.pipeline_stages",
-        lambda p: _pipelined(p) and not p.train.pipeline_stages == p.hardware.num_gpus == p.layout.size,
+        lambda p: p.train.pipeline_stages > 1 and not p.train.pipeline_stages == p.hardware.num_gpus == p.layout.size,
         "works with one GPU for each stage, which has complete rows; got {train.pipeline_stages} with "
         "hardware.num_gpus={hardware.num_gpus}, train.context_parallel={train.context_parallel}, "
         "train.tensor_parallel={train.tensor_parallel}; set num_gpus to the stages and the others to 1, or "
@@ -328,31 +319,31 @@ SHARDING_RULES = [
     ),
     Rule(
         "train.sharding",
-        lambda p: _pipelined(p) and p.train.sharding != "none",
+        lambda p: p.train.pipeline_stages > 1 and p.train.sharding != "none",
         "the stages of a pipeline share no weights; got {train.sharding} with "
         "train.pipeline_stages={train.pipeline_stages}; set it to none, or train.pipeline_stages=1",
     ),
     Rule(
         "train.pipeline_stages",
-        lambda p: _pipelined(p) and p.train.method == "int8_lora",
+        lambda p: p.train.pipeline_stages > 1 and p.train.method == "int8_lora",
         "cannot send 8-bit weights, which bitsandbytes stores outside of parameters; got {train.pipeline_stages} with "
         "train.method=int8_lora; use train.method=qlora, or train.sharding=ddp instead",
     ),
     Rule(
         "train.pipeline_stages",
-        lambda p: _pipelined(p) and ADAPTER_STARTS[p.train.lora.init].changes_frozen_weights,
+        lambda p: p.train.pipeline_stages > 1 and ADAPTER_STARTS[p.train.lora.init].changes_frozen_weights,
         "works with adapters that start without a change of the frozen weights; got {train.pipeline_stages} with "
         "train.lora.init={train.lora.init}; set train.lora.init=default, or use train.sharding=zero3 instead",
     ),
     Rule(
         "train.sharding",
-        lambda p: _sharing(p) > 1 and p.train.sharding == "none",
+        lambda p: p.layout.sharing > 1 and p.train.sharding == "none",
         "several GPUs need a way to share the run; got none with hardware.num_gpus={hardware.num_gpus}; set it to ddp "
         "(a full copy on every GPU) or zero3 (a shard on each), or set hardware.num_gpus=1",
     ),
     Rule(
         "train.sharding",
-        lambda p: _sharing(p) == 1 and p.train.sharding != "none",
+        lambda p: p.layout.sharing == 1 and p.train.sharding != "none",
         "has an effect only with hardware.num_gpus above 1; got {train.sharding} with 1; set it to none, or raise "
         "hardware.num_gpus",
     ),

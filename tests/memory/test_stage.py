@@ -15,7 +15,8 @@ from lean_finetune.config.section import Section
 from lean_finetune.core.atomic_files import read_json, read_sealed
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice import estimate_run
-from lean_finetune.memory.advice.what_fits import halving_flag
+from lean_finetune.memory.advice.search_space import part_of_bucket
+from lean_finetune.memory.advice.switch import flags_of
 from lean_finetune.plan.batch_plan import Plan, write_plan
 from stages.estimate import main
 from tests.conftest import ROOT
@@ -214,7 +215,7 @@ def test_smaller_micro_batches_are_set_by_the_parameter_of_the_mode(mode, rows, 
     bucket = Bucket(
         max_patches=None, mode=mode, max_tokens=tokens, pad_multiple=8, constant_shape=False, fixed_rows=rows
     )
-    assert halving_flag(bucket, 128) == (None if label is None else f"bucket.{label}")
+    assert flags_of(part_of_bucket(bucket, 128, 2)) == (() if label is None else (f"bucket.{label}",))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 
 from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.load import keeps_rules, with_flags
+from lean_finetune.config.schema import Bucket
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.full_rows import full_batch, in_stages, remade
 from lean_finetune.memory.advice.run import Run
@@ -23,6 +24,7 @@ from lean_finetune.memory.advice.switch import (
     UNCLIPPED,
     Support,
     Switch,
+    Values,
     flags_of,
 )
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
@@ -306,6 +308,14 @@ def _packed_steps(option: Option) -> Option:
     return replace(option, flags=flags, run=packed)
 
 
+def part_of_bucket(bucket: Bucket, longest: int, parts: int) -> Values:
+    """What divides micro-batches by `parts`; nothing if that leaves no row, or no room for one of `longest` tokens."""
+    rows, tokens = bucket.fixed_rows // parts, bucket.max_tokens // parts
+    if bucket.mode == "fixed":
+        return {"bucket.fixed_rows": rows} if rows else {}
+    return {"bucket.max_tokens": tokens} if tokens >= longest else {}
+
+
 def budgets_of(run: Run) -> Iterator[Option]:
     """Halve micro-batches down to the longest row, then halve the longest row."""
     steps: TracedSteps = run.steps
@@ -315,19 +325,17 @@ def budgets_of(run: Run) -> Iterator[Option]:
             level += 1
             yield replace(option, level=level)
         steps, parts = fewer, 2 * parts
-        rows, tokens = bucket.fixed_rows // parts, bucket.max_tokens // parts
-        if rows < 1 if fixed else tokens < run.longest:
+        sizes = part_of_bucket(bucket, run.longest, parts)
+        if not sizes:
             break
         level += 1
-        sizes: dict[str, Any] = {"fixed_rows": rows} if fixed else {"max_tokens": tokens}
         smaller = replace(
             run,
             steps=steps,
-            bucket=bucket.model_copy(update=sizes),
+            bucket=bucket.model_copy(update={key.removeprefix("bucket."): value for key, value in sizes.items()}),
             micro_batches_per_step=run.micro_batches_per_step * parts,
         )
-        flags = flags_of({f"bucket.{key}": value for key, value in sizes.items()})
-        yield Option(flags=flags, effect=SAME, ease=0, level=level, run=smaller)
+        yield Option(flags=flags_of(sizes), effect=SAME, ease=0, level=level, run=smaller)
     length = run.longest // 2 // ROW_MULTIPLE * ROW_MULTIPLE
     if measures_of(run.attached):  # Shorter rows would cut it, and such rows are left out.
         yield from _smaller_rows(run, level)

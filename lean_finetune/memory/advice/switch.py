@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -282,14 +283,10 @@ def _context_parallel(setting: Setting, support: Support) -> Iterable[Values]:
     return ({"train.context_parallel": size} for size in sizes if size > setting.layout.context)
 
 
-def _words_of_layout(dimension: Dimension) -> Callable[[Setting], Mapping[str, str]]:
+def _words_of_layout(dimension: Dimension, setting: Setting) -> Mapping[str, str]:
     """Words on a dimension of the mesh of GPUs."""
-
-    def words(setting: Setting) -> Mapping[str, str]:
-        count = getattr(setting.layout, dimension)
-        return {dimension: f"{dimension} parallel over {count} GPUs"} if count > 1 else {}
-
-    return words
+    count = getattr(setting.layout, dimension)
+    return {dimension: f"{dimension} parallel over {count} GPUs"} if count > 1 else {}
 
 
 def _communication_time(setting: Setting, more_micro_batches: float) -> float:
@@ -328,7 +325,7 @@ PARALLEL_SWITCHES = [
         name="stages",
         parameters=("train.pipeline_stages",),
         lighter=_divided_layers,
-        words=_words_of_layout("pipeline"),
+        words=partial(_words_of_layout, "pipeline"),
         effect=SAME,
         ease=10,
         time=lambda setting, more: STAGES_TIME if setting.layout.pipeline > 1 else 1.0,
@@ -337,7 +334,7 @@ PARALLEL_SWITCHES = [
         name="tensor_parallel",
         parameters=("train.tensor_parallel",),
         lighter=_smaller_parts,
-        words=_words_of_layout("tensor"),
+        words=partial(_words_of_layout, "tensor"),
         effect=SAME,
         ease=10,
         excludes=frozenset({"sharding", "method"}),
@@ -346,7 +343,7 @@ PARALLEL_SWITCHES = [
         name="context_parallel",
         parameters=("train.context_parallel",),
         lighter=_context_parallel,
-        words=_words_of_layout("context"),
+        words=partial(_words_of_layout, "context"),
         effect=SAME,
         ease=10,
         changes_states=False,

@@ -9,11 +9,11 @@ from cuda_memory.gpus import BF16_CAPABILITY, GPUS, Device
 from cuda_memory.units import GIB, round_up
 from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.load import keeps_rules
-from lean_finetune.config.schema import Bucket
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.progress import progress_bar
 from lean_finetune.memory.advice.full_rows import full_batch, largest_steps
 from lean_finetune.memory.advice.run import Run
+from lean_finetune.memory.advice.search_space import part_of_bucket
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import Support, flags_of, set_options
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
@@ -46,7 +46,7 @@ def sweep_switches(run: Run, current: Prediction) -> list[SweepPoint]:
 
     Only overrides that keep the rules are traced.
     """
-    steps, setting, smaller_batch = current.steps_of_peak, run.setting, halving_flag(run.bucket, run.longest)
+    steps, setting, half = current.steps_of_peak, run.setting, part_of_bucket(run.bucket, run.longest, 2)
     support = Support(cuda=run.target.foreach, native_bf16=run.device.native_bf16)
     changes = [
         (flags, changed, steps)
@@ -54,8 +54,8 @@ def sweep_switches(run: Run, current: Prediction) -> list[SweepPoint]:
         if method_fault(run.config, changed.train) is None
     ]
     fewer = halved(steps)
-    if fewer is not None and smaller_batch is not None and not setting.train.optimizer_in_backward:
-        changes.insert(0, ((smaller_batch,), setting, fewer))
+    if fewer is not None and half and not setting.train.optimizer_in_backward:
+        changes.insert(0, (flags_of(half), setting, fewer))
     changes = [change for change in changes if keeps_rules(params_of_rules(run.params), change[0])]
     bar = progress_bar(changes, desc="estimate", unit=" switches", disable=not run.params.run.progress)
     points: list[SweepPoint] = [((), current.peak.bytes)]
@@ -64,13 +64,6 @@ def sweep_switches(run: Run, current: Prediction) -> list[SweepPoint]:
             refuse_parts(changed.train, run.config)
             points.append((flags, replace(run, setting=changed, steps=shapes).predict().peak.bytes))
     return points
-
-
-def halving_flag(bucket: Bucket, longest: int) -> str | None:
-    """The override that halves a micro-batch; None if it has one row, or no room for a row of `longest` tokens."""
-    if bucket.mode == "fixed":
-        return f"bucket.fixed_rows={bucket.fixed_rows // 2}" if bucket.fixed_rows > 1 else None
-    return f"bucket.max_tokens={bucket.max_tokens // 2}" if bucket.max_tokens // 2 >= longest else None
 
 
 def single_changes(setting: Setting, support: Support) -> Iterator[tuple[tuple[str, ...], Setting]]:
@@ -88,8 +81,6 @@ LENGTH_STEP = 64
 PRECISION = 64
 """A largest size is accurate to one part in this many, and exact below it."""
 MOST_TRACES = 8
-REFUSED_BYTES = 1 << 62
-"""The peak of what cannot be: it fits no device."""
 MOST_TOKENS = {"none": 10**6, "parts": 2**14, "tokens": 2**10}
 """The longest row that is tried, by what of a row the model's code loops over: a trace of more takes minutes."""
 
@@ -225,9 +216,15 @@ def largest_fitting(
 
 
 def _guess(points: Mapping[float, int], usable: int, low: int) -> int:
-    """Where the line through the two points nearest to `usable` meets `usable`."""
+    """The count to try next: where the points are expected to meet `usable`."""
     if len(points) < 2:
         return 4 * low
+    met = meets(points, usable)
+    return 2 * low if met is None else int(met)
+
+
+def meets(points: Mapping[float, int], usable: int) -> float | None:
+    """Where the line through the two points nearest to `usable` meets it; None if it does not rise."""
     (a, peak_a), (b, peak_b) = sorted(points.items(), key=lambda point: abs(point[1] - usable))[:2]
     slope = (peak_b - peak_a) / (b - a)
-    return 2 * low if slope <= 0 else int(a + (usable - peak_a) / slope)
+    return None if slope <= 0 else a + (usable - peak_a) / slope

@@ -12,7 +12,8 @@ from lean_finetune.images.image_family import Size
 from lean_finetune.islands.tower import TOWER
 from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.what_fits import PRECISION, REFUSED_BYTES
+from lean_finetune.memory.advice.search import REFUSED
+from lean_finetune.memory.advice.what_fits import PRECISION, meets
 from lean_finetune.memory.predict.assumed_images import RowOfImages
 from lean_finetune.model.model_config import max_positions
 
@@ -63,11 +64,10 @@ def _guess_units(known: Mapping[float, int], usable_bytes: int, most: int) -> in
     """The units to try next; those of a known peak, or none, if it is not worth it."""
     if len(known) == 1:
         return 1 if min(known) > 1 else 2
-    (a, peak_a), (b, peak_b) = sorted(known.items(), key=lambda point: abs(point[1] - usable_bytes))[:2]
+    met = meets(known, usable_bytes)
     fits = max((units for units, size in known.items() if size <= usable_bytes), default=0)
     over = min((units for units, size in known.items() if size > usable_bytes), default=most + 1)
-    slope = (peak_b - peak_a) / (b - a)
-    guess = most if slope <= 0 else int((a + (usable_bytes - peak_a) / slope) * (1 - 1 / (2 * PRECISION)))
+    guess = most if met is None else int(met * (1 - 1 / (2 * PRECISION)))
     guess = min(guess, most, math.ceil(over) - 1)
     return guess if guess > fits * (1 + 1 / PRECISION) else 0
 
@@ -106,4 +106,4 @@ def _peak_with(run: Run, row: RowOfImages, units: int) -> int:
     try:
         return full_rows_run(run.params, run.config, run.device, assumed=images).predict().peak.bytes
     except (RowFault, UserError):  # Proportions that rounding makes extreme.
-        return REFUSED_BYTES
+        return REFUSED.bytes
