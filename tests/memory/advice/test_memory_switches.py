@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lean_finetune.commands.choose.plan_text import set_words
 from lean_finetune.config.load import keeps_rules, load_params, with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.rule import SWITCHED_OFF, Rule
@@ -51,6 +52,7 @@ def new_switch() -> Iterator[Switch]:
         parameters=("train.lora.rank",),
         lighter=halved_rank,
         shown=halved_rank,
+        words=lambda setting: {"rank": f"adapters of rank {setting.train.lora.rank}"},
         effect=OTHER_WEIGHTS,
         ease=7,
         time=lambda setting, more: 1.0 if setting.train.lora.rank > 2 else 1.25,
@@ -72,8 +74,11 @@ def test_a_new_switch_is_swept_priced_advised_documented_and_refused_by_its_rule
     assert smaller.slowdown == pytest.approx(1.25, rel=0.01)
     assert smaller.run.setting == run.setting.with_train(lora=run.setting.train.lora.model_copy(update={"rank": 2}))
     assert "| rank | `train.lora.rank` | trains different weights |" in switch_table()
+    assert "adapters of rank 2" in set_words(smaller.run)
     with pytest.raises(UserError, match=r"^train\.lora\.rank: must be even; got 7; add 1$"):
         with_flags(PARAMS, ["train.lora.rank=7"])
+    odd = workload(method="lora", rank=2)
+    assert not any(one.level("rank") for one in Space(odd, Costs(odd)).of_effect(OTHER_WEIGHTS))
 
 
 def test_the_documentation_has_the_table_of_switches():

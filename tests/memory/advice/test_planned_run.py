@@ -52,7 +52,7 @@ def planned_run(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **set
 
 def peak_if_it_fits(run: Run, changed: Run) -> int | None:
     prediction = confirmed(run, Candidate(options=(), run=changed, slowdown=1.0), 0)
-    return prediction and prediction.peak.bytes
+    return None if prediction is None else prediction.peak.bytes
 
 
 def resized(run: Run, **sizes: int) -> Run:
