@@ -42,8 +42,8 @@ QUANTILE = re.compile(r"(p50|p99|max)=(\d+)")
 def row_index(value: str, p: Params, *, truncates: bool) -> RowIndex:
     """The index of the rows that the value of the option means; `p` has the model and how rows are read.
 
-    Where only lengths are known, all tokens of a row but the first are predicted, and both answers of a pair, or a
-    labelled row and its mismatch, have the same length. `truncates`: rows end at data.max_length.
+    Where only lengths are known, all tokens of a row but the first are predicted, and all rows of tokens that a row
+    becomes, such as both answers of a pair, have the same length. `truncates`: rows end at data.max_length.
 
     Raises:
         UserError: the value has another form, or the file has no lengths.

@@ -128,7 +128,7 @@ class AnswerObjective(Objective, ABC):
     def judged(self, rows: RowSums, step: StepTotals, values: Mapping[str, float]) -> "Tensor":
         """Figures of a micro-batch's rows, fp32 (3,).
 
-        The sums of the rewards of its better and of its worse answers, and the number of pairs, or of labelled rows,
+        The sums of the rewards of its better and of its worse answers, and the number of pairs, or of other rows,
         that the model judges right; those that it does not distinguish count half.
         """
 
