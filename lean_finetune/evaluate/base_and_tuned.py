@@ -173,7 +173,7 @@ def _models(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield each model with its name; the base is the adapted one without its adapter, or with that of the start.
 
-    An adapter with trained parts for images replaces those of its base, which is loaded on its own then.
+    An adapter with trained parts beside the decoder replaces those of its base, which is loaded on its own then.
 
     `load` takes the files of a model, and how its weights are stored if that is not `weights`.
     """
