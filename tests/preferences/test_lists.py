@@ -1,4 +1,4 @@
-"""Each kind of rows is in all lists of islands that need it: one that is missing would be noticed by a stage at its end."""
+"""Each kind of rows is in all lists of islands that need it. One that is missing would be noticed at a stage's end."""
 
 import lean_finetune.islands.columns  # noqa: F401 - registers the formats of rows
 from lean_finetune.config.other_tools import of_objectives
