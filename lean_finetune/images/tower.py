@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lean_finetune.config.rule import OFF, turn_off
 from lean_finetune.core.errors import UserError
 from lean_finetune.images.families import MODELS, family_of_images
 
@@ -104,23 +105,22 @@ class ImageTower:
 
     def refuse_switches(self, train: "Train") -> None:
         """Raise UserError if a switch is on that does not know the parts."""
-        given: dict[str, tuple[object, object, str]] = {
-            "context_parallel": (train.context_parallel, 1, "would divide an image's tokens among GPUs"),
-            "tensor_parallel": (train.tensor_parallel, 1, "divides the products of the language model alone"),
-            "pipeline_stages": (train.pipeline_stages, 1, "has no stage for a vision tower"),
-            "offload": (train.offload if train.offload == "parameters" else "none", "none", NOT_TRIED),
-            "sequence_tiles": (train.sequence_tiles, None, NOT_TRIED),
+        reasons = {
+            "context_parallel": "would divide an image's tokens among GPUs",
+            "tensor_parallel": "divides the products of the language model alone",
+            "pipeline_stages": "has no stage for a vision tower",
+            "offload": NOT_TRIED,
+            "sequence_tiles": NOT_TRIED,
         }
-        for name, (value, usual, reason) in given.items():
-            if value != usual:
-                remedy = "leave it blank" if usual is None else f"set it to {usual}"
-                raise UserError(f"train.{name}: {reason}; got {value} and {self.rows_text}; {remedy}")
+        for name, reason in reasons.items():
+            key, value = f"train.{name}", getattr(train, name)
+            if value not in (OFF[key], "optimizer"):  # The optimizer alone may be on the host.
+                raise UserError(f"{key}: {reason}; got {value} and {self.rows_text}; {turn_off(key)}")
 
     def lighter(self, train: "Train") -> Iterator[Mapping[str, Any]]:
         """Adapters of a tower trained in full; a frozen one, which saves no activations; a frozen projector too."""
-        if train.vision == "full" and train.adapted:
+        if train.vision == "full":
             yield {"train.vision": "lora"}
-        if train.vision != "frozen":
-            yield {"train.vision": "frozen"}
+        yield {"train.vision": "frozen"}
         if train.projector != "frozen":
             yield {"train.vision": "frozen", "train.projector": "frozen"}
