@@ -36,14 +36,14 @@ class ImageInputs:
 
     def __init__(self, processor: ImageProcessor, config: PretrainedConfig):
         """`processor` and `config` are the model's own."""
-        self._processor, self._config = processor, config
+        self.processor, self._config = processor, config
         self.image_token_id: int = config.image_token_id
         self._model: Any = AutoModel._model_mapping[type(config)]
 
     @property
     def drops_zeros(self) -> bool:
         """Whether the model looks for crops of zeros, as `ImageFamily.drops_zeros`."""
-        return self._processor.drops_zeros
+        return self.processor.drops_zeros
 
     def tensors(self, ids_BT: torch.Tensor, images: Sequence[Sequence["Image"]]) -> ImageTensors:
         """The arguments for rows of token ids, int64, and the images of each row, in RGB.
@@ -51,7 +51,7 @@ class ImageInputs:
         Raises:
             RowFault: the processor refuses an image.
         """
-        made = self._processor.arguments(images)
+        made = self.processor.arguments(images)
         if hasattr(self._model, "get_rope_index"):
             made["position_ids"] = self._positions(ids_BT, made)
         masks = ImageTower().mask_argument(self._config)
@@ -60,11 +60,11 @@ class ImageInputs:
     @cached_property
     def blank(self) -> ImageTensors:
         """The arguments of the tower for one small black image, of no row."""
-        return self._processor.arguments([[blank(SMALLEST)]])
+        return self.processor.arguments([[blank(SMALLEST)]])
 
     def for_generation(self, ids_BT: torch.Tensor, images: Sequence[Sequence["Image"]]) -> ImageTensors:
         """The arguments of `generate`, in which the model computes positions itself, as the rows grow."""
-        made: ImageTensors = self._processor.arguments(images)
+        made: ImageTensors = self.processor.arguments(images)
         return {**made, **self._kinds(ids_BT, *MASK_ARGUMENTS)}
 
     def _kinds(self, ids_BT: torch.Tensor, *names: str) -> ImageTensors:
@@ -90,7 +90,7 @@ class ImageInputs:
 
     def tokens(self, size: Size) -> int:
         """Tokens that an image of this size fills, of those that its pixels replace."""
-        return self._processor.expansion(size).count(self._processor.fill_token)
+        return self.processor.expansion(size).count(self.processor.fill_token)
 
     def _positions(self, ids_BT: torch.Tensor, made: ImageTensors) -> torch.Tensor:
         """Positions of tokens in time, height and width, int64 (3, B, T), as the family's own code computes them."""

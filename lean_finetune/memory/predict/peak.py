@@ -101,8 +101,8 @@ def predict_with_events(model: TracedModel, steps: TracedSteps) -> tuple[Predict
         except NotRepeated as error:
             if prediction is None:  # Else the events alone do not repeat.
                 reason = _note_not_linear(model, repetition, error)
-    found, trace = _of_all_layers(model, steps, reason)
-    return prediction or found, events_of(trace)
+    found, events = _of_all_layers(model, steps, reason)
+    return prediction or found, events
 
 
 def predict_from(
@@ -115,10 +115,8 @@ def predict_from(
     in_parts = kind is WindowTrace  # An explanation shows the windows of one part.
     if in_parts and (known := known_peaks(model, steps)) is not None:
         by_phase, reason = known
-        last = (0, len(steps[0]) - 1)
-        return Prediction(
-            by_phase=by_phase, steps_of_peak=only(steps, *last), layers_traced=reason, setting=setting
-        ), None
+        last = only(steps, 0, len(steps[0]) - 1)
+        return Prediction(by_phase=by_phase, steps_of_peak=last, layers_traced=reason, setting=setting), None
     repetition, reason = _repetition(model, parts=2 if in_parts else 0)
     if repetition is not None:
         try:
@@ -152,22 +150,33 @@ def _note_not_linear(model: TracedModel, repetition: Repetition, error: NotRepea
     return reason
 
 
+MOST_COMPLETE = 4
+_complete: dict[Any, tuple[Prediction, StepEvents]] = {}
+"""What the latest traces of all layers gave: a search predicts a run, and the caller predicts what it found again."""
+
+
 def _of_all_layers(
     model: TracedModel, steps: TracedSteps, reason: str, steps_of_peak: TracedSteps | None = None
-) -> tuple[Prediction, MemoryTrace]:
-    """The prediction from a trace of all layers, and the trace."""
-    kind = WindowTrace if may_be_known(model, steps) else MemoryTrace
-    trace, position = trace_steps(kind, model, steps)
-    prediction = Prediction(
-        setting=model.setting,
-        by_phase=trace.peaks(),
-        steps_of_peak=steps_of_peak or only(steps, *position),
-        layers_traced=reason,
-        offloaded_bytes=trace.offloaded_peak_bytes,
-    )
-    if isinstance(trace, WindowTrace):
-        remember(model, steps, [trace], None, prediction.by_phase, reason)
-    return prediction, trace
+) -> tuple[Prediction, StepEvents]:
+    """The prediction from a trace of all layers, and its events."""
+    key = config_key(model.config), model.setting, model.target.device, model.fakes.source, steps
+    if key not in _complete:
+        kind = WindowTrace if may_be_known(model, steps) else MemoryTrace
+        trace, position = trace_steps(kind, model, steps)
+        prediction = Prediction(
+            setting=model.setting,
+            by_phase=trace.peaks(),
+            steps_of_peak=only(steps, *position),
+            layers_traced=reason,
+            offloaded_bytes=trace.offloaded_peak_bytes,
+        )
+        _complete[key] = prediction, events_of(trace)
+        if len(_complete) > MOST_COMPLETE:
+            del _complete[next(iter(_complete))]
+        if isinstance(trace, WindowTrace):
+            remember(model, steps, [trace], None, prediction.by_phase, reason)
+    found, events = _complete[key]
+    return replace(found, steps_of_peak=steps_of_peak or found.steps_of_peak, layers_traced=reason), events
 
 
 def _extrapolated(

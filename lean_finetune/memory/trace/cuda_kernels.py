@@ -187,6 +187,11 @@ class Target:
     """Compute capability of a GPU; None for a CPU."""
     multiprocessors: int = 1
 
+    @property
+    def device(self) -> tuple[Any, ...]:
+        """Equal for devices of which all else is equal."""
+        return self.granularity_bytes, self.constant_bytes, self.foreach, self.capability, self.multiprocessors
+
     @contextmanager
     def attention(self) -> Iterator[None]:
         """Run attention, dropout and 8-bit matmuls as the device does, with training's masks.

@@ -1,6 +1,6 @@
 """The micro-batches of a trace, as fake tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
@@ -15,6 +15,11 @@ Given = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 
 class FakeBatches:
     """Makes them for rows of text; subclasses do for rows that carry more for the model."""
+
+    @property
+    def source(self) -> tuple[Hashable, ...]:
+        """Equal if the same micro-batches are made for a model."""
+        return ()
 
     def mode(self) -> CachedFakeMode:
         """The fake mode in which the model runs."""

@@ -26,6 +26,11 @@ class KnownImages(FakeBatches):
         self._inputs, self._worst = inputs, worst
         self._made: dict[Hashable, dict[str, tuple[torch.Size, torch.dtype, torch.Tensor | None]]] = {}
 
+    @property
+    def source(self) -> tuple[Hashable, ...]:
+        """See the base class."""
+        return self._inputs.processor, self._worst
+
     def mode(self) -> CachedFakeMode:
         """See the base class."""
         return KnownValuesMode()

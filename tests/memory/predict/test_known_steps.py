@@ -12,7 +12,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from lean_finetune.memory.predict import known_steps
+from lean_finetune.memory.predict import known_steps, peak
 from lean_finetune.memory.predict.layer_repetition import with_some_layers
 from lean_finetune.memory.predict.peak import predict, predict_with_events
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, trace_steps
@@ -39,6 +39,7 @@ QLORA = {"method": "qlora", "precision": "bf16", "grad_ckpt": True}
 def nothing_known(monkeypatch):
     """Each test begins without traces of others."""
     monkeypatch.setattr(known_steps, "_traced", type(known_steps._traced)())
+    monkeypatch.setattr(peak, "_complete", {})
 
 
 def llama(layers: int = 14) -> PretrainedConfig:
@@ -101,15 +102,15 @@ CASES: dict[str, Any] = {
 FAST = ("depths, qlora, recomputed", "windows, 6 k + 5, kept", "state spaces")
 
 
-def layers_traced(monkeypatch) -> list[int]:
-    """The numbers of layers that are traced for known models, as they are traced."""
+def layers_traced(monkeypatch, module: Any = known_steps) -> list[int]:
+    """The numbers of layers that a module traces, as they are traced: of known models, if not said otherwise."""
     found: list[int] = []
 
     def counted(kind: Any, model: TracedModel, steps: TracedSteps, **options: Any) -> Any:
         found.append(model.config.get_text_config().num_hidden_layers)
         return trace_steps(kind, model, steps, **options)
 
-    monkeypatch.setattr(known_steps, "trace_steps", counted)
+    monkeypatch.setattr(module, "trace_steps", counted)
     return found
 
 
@@ -170,3 +171,13 @@ def test_a_model_is_not_replaced_by_layers_that_are_not_alike(monkeypatch):
     model = TracedModel(nemotron(), setting_of(**QLORA), H100)
     predict(model, FIRST)
     assert predict(model, OTHERS[0]).by_phase == trace_steps(MemoryTrace, model, OTHERS[0])[0].peaks()
+
+
+def test_what_a_search_found_is_not_traced_again(monkeypatch):
+    """`plan` predicts a run among others, and then asks what the one that it chose reserves."""
+    traced = layers_traced(monkeypatch, peak)
+    models = [TracedModel(llama(2), setting_of(**QLORA), gpu_target(name)) for name in ("H100", "A100-80GB")]
+    found = [predict(model, FIRST) for model in models]
+    again, events = predict_with_events(TracedModel(llama(2), setting_of(**QLORA), gpu_target("H100")), FIRST)
+    assert traced == [2, 2] and again == found[0] != found[1]
+    assert events is not None and len(events) > 0
