@@ -181,7 +181,14 @@ def step_of_recipe(recipe: str, method: str) -> ToolStep:
         return changed_step(_LITGPT, old_4bit=quantised, stable_embedding=quantised and recipe == "litgpt-hub")
     if recipe.startswith("torchtune"):
         return ToolStep(
-            tool="torchtune", loss="chunked_head", autocast=False, adapters="16 bits", fused_cross_entropy=True
+            tool="torchtune",
+            loss="chunked_head",
+            cross_entropy="in place",
+            compiled_head=True,
+            fused_layers="norms and MLPs",
+            copied_keys=True,
+            autocast=False,
+            adapters="16 bits",
         )
     if recipe == "fsdp_qlora":
         return changed_step(_TRAINER, tool="fsdp_qlora", loss="fp32_logits", autocast=False, adapters="16 bits")
@@ -197,7 +204,7 @@ def step_of_recipe(recipe: str, method: str) -> ToolStep:
         autocast=mixed,
         outputs_in_fp32=mixed,
         fused_layers="norms" if fast else "none",
-        fused_cross_entropy=fast and loss != "liger",
+        cross_entropy="in place" if fast and loss != "liger" else "PyTorch",
         kept_outputs=("c_attn",) if "GPTBigCode" in plugins else (),
         fp32_parts="norms" if plugins.startswith("baseline-peft-bnb") else "none",
     )

@@ -17,6 +17,11 @@ LAYER_NORM = Patch(
     why="CUDA's autocast runs it in fp32, that of CPUs in 16 bits",
     until=ALWAYS,
 )
+SHARED_KEYS = Patch(
+    replaces=("transformers.integrations.sdpa_attention:use_gqa_in_sdpa",),
+    why="other tools give attention a copy of keys and values for each head of queries",
+    until=ALWAYS,
+)
 RNG_STATE = Patch(
     replaces=("torch:get_rng_state",),
     why="counts the states that checkpointing saves for dropout",

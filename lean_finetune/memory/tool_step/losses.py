@@ -28,6 +28,8 @@ def loss_of(step: ToolStep, head: nn.Module, hidden_BTD: torch.Tensor, labels_BT
     """The loss of a micro-batch, an fp32 scalar. The hidden states live until it is known, as in transformers."""
     if step.loss in LOSSES_OF_LOGITS:
         return _of_logits(step, [_head_output(step, head, hidden_BTD)], labels_BT)
+    if step.loss == "fp32_logits_alone":
+        return _cross_entropy(step, head(hidden_BTD).float(), labels_BT)
     if step.loss == "chunked_logits":
         return _chunked_logits(head, hidden_BTD, labels_BT, in_fp32=step.outputs_in_fp32)
     if step.loss == "chunked_head":
@@ -63,8 +65,8 @@ def _of_logits(step: ToolStep, outputs: list[torch.Tensor], labels_BT: torch.Ten
 
 def _cross_entropy(step: ToolStep, values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     rows = values.view(-1, values.shape[-1])
-    if step.fused_cross_entropy:
-        loss: torch.Tensor = _FusedCrossEntropy.apply(rows)
+    if step.cross_entropy != "PyTorch":
+        loss: torch.Tensor = _FusedCrossEntropy.apply(rows, step.cross_entropy == "in place")
         return loss
     if step.autocast:  # Of CUDA, where it computes losses in fp32.
         rows = rows.float()
@@ -88,19 +90,20 @@ def measure_entropy(logits_BTV: torch.Tensor) -> None:
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
-    """One kernel for loss and gradient: the logits become their gradient in backward."""
+    """One kernel for the loss, and one for the gradient of the logits, which may take their place."""
 
     @staticmethod
-    def forward(ctx: Any, logits_MV: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, logits_MV: torch.Tensor, in_place: bool) -> torch.Tensor:
+        ctx.in_place = in_place
         sums_M = logits_MV.new_empty(len(logits_MV), dtype=torch.float32)
         ctx.save_for_backward(logits_MV, sums_M)
         return sums_M.sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, incoming: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, incoming: torch.Tensor) -> tuple[torch.Tensor, None]:
         logits_MV, _ = ctx.saved_tensors
-        return logits_MV
+        return logits_MV if ctx.in_place else torch.empty_like(logits_MV), None
 
 
 def _chunked_nll(head: nn.Module, hidden_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
@@ -129,10 +132,29 @@ def _chunked_head(step: ToolStep, head: nn.Module, hidden_BTD: torch.Tensor, lab
     hidden_MD, labels_M = hidden_MD.index_select(0, index), labels_BT.reshape(-1).index_select(0, index)
     losses = []
     for hidden_CD, labels_C in zip(*(one.tensor_split(OUTPUT_CHUNKS) for one in (hidden_MD, labels_M)), strict=True):
-        output = head(hidden_CD)
-        losses.append(_cross_entropy(step, output if step.fused_cross_entropy else output.float(), labels_C))
+        output = _CompiledHead.apply(hidden_CD, head.weight) if step.compiled_head else head(hidden_CD)
+        losses.append(_cross_entropy(step, output if step.cross_entropy != "PyTorch" else output.float(), labels_C))
         del output
     return torch.stack(losses).sum()
+
+
+class _CompiledHead(torch.autograd.Function):
+    """A head that is compiled with the loss: the gradient of its weight is no view, so later ones are added in place.
+
+    Counted with PyTorch 2.13: autograd adds the first two gradients of a layer outside of compiled code into a third.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_CD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden_CD, weight_VD)
+        return hidden_CD @ weight_VD.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_CV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_CD, weight_VD = ctx.saved_tensors
+        trained = ctx.needs_input_grad[1]
+        return gradient_CV @ weight_VD, gradient_CV.t() @ hidden_CD if trained else None
 
 
 def _chunked_logits(

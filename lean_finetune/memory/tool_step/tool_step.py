@@ -8,6 +8,7 @@ Loss = Literal[
     "shifted_logits",
     "fp32_logits",
     "logits_in_16_bits",
+    "fp32_logits_alone",
     "chunked_nll",
     "liger",
     "cut_cross_entropy",
@@ -23,6 +24,7 @@ LOSS_TEXT: dict[Loss, str] = {
     "shifted_logits": "logits of all positions, their fp32 copy, and a shifted copy (transformers 4.46 to 4.48)",
     "fp32_logits": "logits of all positions in fp32, and a shifted copy (transformers up to 4.45)",
     "logits_in_16_bits": "logits of all positions, and a shifted copy, in 16 bits",
+    "fp32_logits_alone": "logits of all positions in fp32",
     "chunked_nll": "loss in chunks of 256 tokens, recomputed in backward with an fp32 copy of the head",
     "liger": "Liger's fused linear cross-entropy: one chunk of logits",
     "cut_cross_entropy": "cut cross-entropy: no logits",
@@ -42,8 +44,11 @@ class ToolStep:
     tool: str
     """Its name."""
     loss: Loss = "logits"
-    fused_cross_entropy: bool = False
-    """One kernel computes loss and gradient of existing logits, which become their gradient."""
+    cross_entropy: Literal["PyTorch", "in place", "compiled"] = "PyTorch"
+    """How the loss of logits is computed: by PyTorch's operations; by one kernel, after which the logits become their
+    gradient; or by compiled code, which keeps no copy of the logits and makes a new gradient."""
+    compiled_head: bool = False
+    """The head is compiled with the loss."""
     fused_layers: Literal["none", "norms", "norms and MLPs"] = "none"
     """Which parts of layers are one kernel, Unsloth's or Liger's: these save less and overwrite gradients."""
     autocast: bool = True
@@ -71,5 +76,9 @@ class ToolStep:
     """Checkpointing runs the first forward pass without a graph, so that nothing is saved in it."""
     reference: Literal["none", "adapters off", "second model"] = "none"
     """What computes the log-probabilities that a loss of pairs compares with."""
+    copied_keys: bool = False
+    """Attention gets a copy of keys and values for each head of queries."""
+    offloaded: Literal["none", "decoder", "all"] = "none"
+    """Saved tensors of the decoder alone, or of the loss too, move to host memory (torchtune's OffloadActivations)."""
     stable_embedding: bool = False
     """LitGPT replaces the embedding of a 4-bit model by one of bitsandbytes that gets gradients nobody reads."""

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -22,6 +22,7 @@ from lean_finetune.memory.predict.layer_repetition import find_repetition, with_
 from lean_finetune.memory.tool_step.deepspeed import ZeroOptimizer
 from lean_finetune.memory.tool_step.litgpt_decoder import litgpt_model, updated_by_litgpt
 from lean_finetune.memory.tool_step.losses import loss_of
+from lean_finetune.memory.tool_step.offloading import Offloading
 from lean_finetune.memory.tool_step.pair_losses import PAIR_LOSSES, Reference, pair_loss_of
 from lean_finetune.memory.tool_step.sharing import Shared, Sharing, shared_by
 from lean_finetune.memory.tool_step.tool_step import ToolStep
@@ -39,7 +40,7 @@ from lean_finetune.memory.trace.memory_trace import (
 from lean_finetune.model.checkpointing import recompute_layers
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.quantize import quantisation_tensors
-from lean_finetune.patches.of_traces import LAYER_NORM, NORMS_AND_MLPS_OF_TOOLS, OLD_4BIT_PRODUCT
+from lean_finetune.patches.of_traces import LAYER_NORM, NORMS_AND_MLPS_OF_TOOLS, OLD_4BIT_PRODUCT, SHARED_KEYS
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.loss import causal_lm, decoder_hidden
 from lean_finetune.step.parallel_model import named_trained
@@ -133,6 +134,8 @@ def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
             stack.enter_context(_layer_norms_in_fp32())
         if step.old_4bit:
             stack.enter_context(_old_4bit_layers())
+        if step.copied_keys:
+            stack.enter_context(SHARED_KEYS.during(lambda *args: False))
         model, head = _model(run)
         second = _second_model(run)
         trace.begin_steps(model)
@@ -182,7 +185,8 @@ def _run_step(
         torch.set_autocast_enabled("cuda", run.step.autocast)  # peft asks for CUDA's.
         try:
             autocast = torch.autocast("cpu", dtype=dtype, enabled=run.step.autocast)
-            with trace.phase("forward"), autocast, _keeping_outputs(shared.model, run.step.kept_outputs):
+            offloading = Offloading() if run.step.offloaded == "all" else nullcontext()
+            with trace.phase("forward"), autocast, offloading, _keeping_outputs(shared.model, run.step.kept_outputs):
                 loss = shared.run(partial(forward, ids_BT, labels_BT))
             with trace.phase("backward"):
                 buckets = optimizer.begin_backward() if isinstance(optimizer, ZeroOptimizer) else None
@@ -212,7 +216,8 @@ def _forward(
 ) -> torch.Tensor:
     if run.step.decoder == "litgpt":
         return loss_of(run.step, head, model(ids_BT), labels_BT)
-    hidden_BTD = decoder_hidden(causal_lm(model), ids_BT)
+    with Offloading() if run.step.offloaded == "decoder" else nullcontext():
+        hidden_BTD = decoder_hidden(causal_lm(model), ids_BT)
     if run.step.loss not in PAIR_LOSSES:
         return loss_of(run.step, head, hidden_BTD, labels_BT)
     reference: Reference | None = None

@@ -26,6 +26,9 @@ LLAMA = LlamaConfig(
 )
 
 
+LINEAR_LOSS = {"loss._component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}
+
+
 @pytest.mark.parametrize(
     ("tool", "method", "keys", "expected"),
     [
@@ -39,7 +42,18 @@ LLAMA = LlamaConfig(
         ("LLaMA-Factory", "qlora", {"bf16": True, "upcast_layernorm": True}, {"fp32_parts": "norms"}),
         ("LLaMA-Factory", "lora", {"optim": "adamw_torch"}, {"foreach_update": True}),
         ("Axolotl", "qlora", {"bf16": True, "cut_cross_entropy": True}, {"loss": "cut_cross_entropy"}),
-        ("torchtune", "lora", {"compile": True}, {"fused_cross_entropy": True, "autocast": False}),
+        ("torchtune", "lora", {"compile": True}, {"cross_entropy": "compiled", "autocast": False}),
+        ("torchtune", "full", {"compile": True, **LINEAR_LOSS}, {"cross_entropy": "in place", "compiled_head": True}),
+        (
+            "torchtune",
+            "full",
+            LINEAR_LOSS,
+            {"loss": "chunked_head", "cross_entropy": "PyTorch", "compiled_head": False},
+        ),
+        ("torchtune", "full", {"loss._component_": "torch.nn.CrossEntropyLoss"}, {"loss": "fp32_logits_alone"}),
+        ("torchtune", "full", {"enable_activation_offloading": True}, {"offloaded": "decoder"}),
+        ("TRL", "full", {"activation_offloading": True}, {"offloaded": "all"}),
+        ("Axolotl", "full", {"activation_offloading": "legacy"}, {"offloaded": "none"}),
         ("LitGPT", "qlora", {"precision": "bf16-true"}, {"old_4bit": True, "decoder": "litgpt"}),
     ],
 )
@@ -69,6 +83,24 @@ def test_the_causes_of_a_larger_peak_are_named_with_their_bytes():
     logits_bytes = 2048 * LLAMA.vocab_size * 2
     assert causes["logits of all positions, and their fp32 copy"] > 3 * logits_bytes
     assert lean.peak.bytes < found.peak.bytes - 3 * logits_bytes
+
+
+def test_saved_tensors_that_move_to_the_host_are_on_the_gpu_one_layer_at_a_time():
+    """The key `enable_activation_offloading` was dropped without a word."""
+    keys = {
+        "loss._component_": "torchtune.modules.loss.CEWithChunkedOutputLoss",
+        "enable_activation_checkpointing": True,
+    }
+    sets = {"train.grad_ckpt": True}
+    there, away = (
+        predict_as_tool(run_of(**sets), "torchtune", {**keys, "enable_activation_offloading": offloaded})
+        for offloaded in (False, True)
+    )
+    assert isinstance(there, AsTool) and isinstance(away, AsTool)
+    layer_input_bytes = 2048 * LLAMA.hidden_size * 2
+    saved_bytes = there.by_phase["forward"].bytes - away.by_phase["forward"].bytes
+    assert (LLAMA.num_hidden_layers - 4) * layer_input_bytes < saved_bytes  # Some are in flight.
+    assert saved_bytes < (LLAMA.num_hidden_layers + 2) * layer_input_bytes
 
 
 def test_what_is_not_described_is_said():
