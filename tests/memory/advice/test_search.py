@@ -1,6 +1,7 @@
 """Advice: each proposed change fits, none changes more than needed, and the least harmful is listed first."""
 
 import json
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from cuda_memory.units import GIB, MIB
 from lean_finetune.config.load import COMMON_PARAMS, keeps_rules, load_params, with_flags
+from lean_finetune.config.schema import Params
 from lean_finetune.memory.advice import search, search_space, what_fits
 from lean_finetune.memory.advice.full_rows import fit_run, full_batch, full_rows_run, largest_steps
 from lean_finetune.memory.advice.run import Run
@@ -179,15 +181,18 @@ def test_overrides_that_params_refuse_are_recognized():
 @pytest.mark.parametrize("refused", [False, True])
 def test_advice_offers_only_what_params_accept(refused: bool, monkeypatch: pytest.MonkeyPatch):
     """A command that ends in an error."""
-    monkeypatch.setattr(
-        search_space, "keeps_rules", lambda params, flags: not (refused and "train.offload=parameters" in flags)
-    )
+
+    def keeps(params: Params, flags: Iterable[str]) -> bool:
+        return keeps_rules(params, flags) and not (refused and "train.offload=parameters" in flags)
+
+    monkeypatch.setattr(search_space, "keeps_rules", keeps)
     flags = ["data.max_length=256", "bucket.max_tokens=1024", "train.loss_chunk=null", "estimate.headroom_percent=0"]
     p = with_flags(PARAMS, [*flags, "train.method=full", "train.precision=fp32"])
     run = full_rows_run(p, CONFIG, H100)
     prediction = run.predict()
     device = replace(H100, memory_bytes=H100.context.max_bytes + int(0.6 * prediction.peak.bytes))
-    remedies = answer(replace(run, device=device), prediction).remedies
+    small = replace(run, device=device)
+    remedies = advice_for(small, small.fitting_bytes)
     assert remedies
     assert any("train.offload=parameters" in one.flags for one in remedies) is not refused
 
