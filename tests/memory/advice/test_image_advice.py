@@ -9,12 +9,13 @@ from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.images.image_family import Size
 from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.search_space import MICRO_BATCH, Space, budgets_of
+from lean_finetune.memory.advice.search import advise
+from lean_finetune.memory.advice.search_space import MICRO_BATCH, Candidate, Space, budgets_of
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, OTHER_WEIGHTS, SMALLER_PARTS, Support
-from lean_finetune.memory.advice.verdict import answer
 from lean_finetune.memory.advice.what_fits import single_changes
 from lean_finetune.memory.predict.assumed_images import AssumedImages
+from lean_finetune.memory.predict.peak import Prediction
 from tests.memory.common import card_for, setting_of
 from tests.small_vision import vision_model
 
@@ -87,7 +88,12 @@ def test_advice_for_images_fits(model: Path):
     peak_bytes = run_of(model, *flags, gpu="800GiB").predict().peak.bytes
     gpu = card_for(int(0.6 * peak_bytes))
     run = run_of(model, *flags, gpu=gpu)
-    found = answer(run, run.predict()).remedies
+
+    def by_tensors(candidate: Candidate, traced_bytes: int) -> Prediction | None:
+        prediction = candidate.run.predict()
+        return prediction if prediction.peak.bytes <= run.fitting_bytes else None
+
+    found = advise(run, Costs(run), peak=run.predict().peak, usable_bytes=run.fitting_bytes, confirm=by_tensors)
     assert any("bucket.max_patches" in flag for remedy in found for flag in remedy.flags)
     for remedy in found:
         changed = run_of(model, *flags, *remedy.flags, gpu=gpu)
