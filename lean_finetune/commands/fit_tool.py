@@ -70,7 +70,8 @@ def tool_json(run: Run, converted: Converted, path: Path, run_of: RunOf) -> dict
 def converted_json(converted: Converted) -> dict[str, Any]:
     """What became of each key of the configuration, for `--json`."""
     image = converted.image and {"width": converted.image.width, "height": converted.image.height}
-    return {**vars(converted), "image": image, "adapted_parts": sorted(converted.adapted_parts)}
+    fields = {name: value for name, value in vars(converted).items() if name != "template_text"}  # For `import` alone.
+    return {**fields, "image": image, "adapted_parts": sorted(converted.adapted_parts)}
 
 
 def _keys(converted: Converted, path: Path) -> Mapping[str, Any]:
