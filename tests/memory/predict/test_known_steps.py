@@ -35,13 +35,6 @@ OTHERS: tuple[TracedSteps, ...] = (((shape(1, 576, 500),),), ((shape(5, 64, 320)
 QLORA = {"method": "qlora", "precision": "bf16", "grad_ckpt": True}
 
 
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch):
-    """Each test begins without traces of others."""
-    monkeypatch.setattr(known_steps, "_traced", type(known_steps._traced)())
-    monkeypatch.setattr(peak, "_complete", {})
-
-
 def llama(layers: int = 14) -> PretrainedConfig:
     return LlamaConfig(num_hidden_layers=layers, **SMALL)
 

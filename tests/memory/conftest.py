@@ -1,0 +1,13 @@
+"""Fixtures of tests of predictions."""
+
+import pytest
+
+from lean_finetune.memory.predict import known_steps, peak
+
+
+@pytest.fixture(autouse=True)
+def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test find the traces of another one, or of its own code before it was changed."""
+    monkeypatch.setattr(peak, "_complete", {})
+    monkeypatch.setattr(peak, "_not_linear", {})
+    monkeypatch.setattr(known_steps, "_traced", type(known_steps._traced)())
