@@ -93,3 +93,14 @@ def pin(workspace: Path, model: Path) -> None:
     lock: dict[str, Any] = {"kind": "directory", "name": str(model), "revision": None, "tokenizer_files": []}
     lock["files"] = {"config.json": sha256_file(model / "config.json")}
     (workspace / "model.json").write_text(json.dumps(lock))
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+"""Sizes of a decoder whose layers a trace takes little time for."""

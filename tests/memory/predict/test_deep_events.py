@@ -12,16 +12,8 @@ from lean_finetune.memory.predict.layer_repetition import Repetition, for_fewer_
 from lean_finetune.memory.predict.peak import predict_with_events
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
-from tests.memory.common import gpu_target, joined, setting_of, shape
+from tests.memory.common import SMALL, gpu_target, joined, setting_of, shape
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 1024,
-}
 PADDED: TracedSteps = ((shape(2, 128, 100), shape(4, 64, 200)),)
 JOINED: TracedSteps = ((joined((100, 60, 40), 150), joined((128, 72), 190)),)
 H100 = gpu_target("H100")

@@ -11,17 +11,9 @@ from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, o
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.locate import EXAMPLE_CONFIGS
-from tests.memory.common import CPU_TARGET, gpu_target, joined, setting_of, shape
+from tests.memory.common import CPU_TARGET, SMALL, gpu_target, joined, setting_of, shape
 from tests.small_model import spec_of
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 1024,
-}
 PADDED: TracedSteps = ((shape(2, 128, 100), shape(4, 64, 200)),)
 JOINED: TracedSteps = ((joined((100, 60, 40), 150), joined((128, 72), 190)),)
 WINDOWED: TracedSteps = ((shape(2, 128, 100),),)

@@ -18,16 +18,8 @@ from lean_finetune.memory.predict.peak import predict, predict_with_events
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, trace_steps
 from lean_finetune.memory.trace.gradients_alone import first_before
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
-from tests.memory.common import CPU_TARGET, gpu_target, joined, setting_of, shape
+from tests.memory.common import CPU_TARGET, SMALL, gpu_target, joined, setting_of, shape
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-}
 H100 = gpu_target("H100")
 FIRST: TracedSteps = ((shape(2, 128, 100),),)
 OTHERS: tuple[TracedSteps, ...] = (((shape(1, 576, 500),),), ((shape(5, 64, 320),),))
