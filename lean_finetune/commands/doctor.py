@@ -279,7 +279,7 @@ def doctor(model: str | None, gpu: str | None, as_json: bool) -> None:
     than possible) or fail. The line below says what to do.
 
     With --model, tries each method, objective, switch and way to share a run with few layers of the model, without
-    weights, and says what is refused and why. Takes a minute.
+    weights, and says what is refused and why. Takes some seconds.
     """
     if gpu is not None and model is None:
         raise UsageFault("--gpu: belongs to --model; `lean-finetune doctor` checks the GPUs of this machine")
@@ -327,7 +327,7 @@ def _of_model(name: str, gpu: str) -> Iterator[Finding]:
     for ability in abilities(run.params, run.config, run.device):
         if ability.works:
             yield Finding(level="ok", what=ability.what, text=", ".join(ability.works))
-        level: Literal["note", "fail"] = "note" if ability.works else "fail"
+        level: Literal["note", "fail"] = "fail" if ability.what == "methods" and not ability.works else "note"
         for reason, refused in ability.refused.items():
             rule, _, remedy = reason.rpartition("; ")
             yield Finding(level=level, what=ability.what, text=f"not {', '.join(refused)}: {rule}", remedy=remedy)

@@ -7,6 +7,8 @@ import pytest
 
 from cuda_memory.units import COLUMNS
 from lean_finetune.commands.doctor import doctor
+from lean_finetune.memory.choice import model_abilities
+from lean_finetune.memory.choice.model_abilities import Ability
 from tests.json_answers import check_answer
 from tests.kit.tiny_config import tiny_config
 from tests.workspace import invoke
@@ -55,6 +57,16 @@ def test_a_family_that_nothing_trains_fails(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
     result = invoke(doctor, "--model", str(tmp_path), "--gpu", "H100")
     assert result.exit_code == 1 and result.stderr.startswith("error: model.name:")
+
+
+def test_only_a_model_without_a_method_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Exit code 1 for a model that trains, because no mode of several GPUs suits it."""
+    refused = {"rule; remedy": ("x",)}
+    none, some = (Ability(what=what, works=(), refused=refused) for what in ("methods", "several GPUs"))
+    tiny_config("qwen3").to_json_file(tmp_path / "config.json", use_diff=False)
+    for ability, code in ((none, 1), (some, 0)):
+        monkeypatch.setattr(model_abilities, "abilities", lambda *args, found=ability: iter([found]))
+        assert invoke(doctor, "--model", str(tmp_path), "--gpu", "H100").exit_code == code
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def described(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def abilities(p: Params, config: PretrainedConfig, device: Device) -> Iterator[Ability]:
-    """Try everything with short rows; takes a minute. `p`: the parameters of a usual run of the model."""
+    """Try everything with short rows. `p`: the parameters of a usual run of the model."""
     length = min(TOKENS, max_positions(config) or TOKENS)
     p = with_flags(p, [f"data.max_length={length}", f"bucket.max_tokens={length}", f"train.tokens_per_step={length}"])
     small = few_layers(config, p)
