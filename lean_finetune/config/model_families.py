@@ -44,7 +44,7 @@ _LLAMA = ModelFamily(code_of_llama=True)
 _DELTA_RULE = ModelFamily(packs_other_layers=True, gated_delta_rule=True)
 _READS_OUTPUT = ModelFamily(packs_other_layers=True, read_directly=frozenset({"out_proj"}))
 
-FAMILIES: Mapping[str, ModelFamily] = {
+MODEL_FAMILIES: Mapping[str, ModelFamily] = {
     "bailing_hybrid": _PACKED,
     "bamba": _PACKED,
     "biogpt": ModelFamily(
@@ -99,9 +99,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
 
 def family_of(model_type: str) -> ModelFamily:
     """The facts of a family."""
-    return FAMILIES.get(model_type, USUAL)
+    return MODEL_FAMILIES.get(model_type, USUAL)
 
 
 def families_that(fact: str) -> list[str]:
     """The families of which a fact is true, in order of their names."""
-    return [name for name, family in sorted(FAMILIES.items()) if getattr(family, fact)]
+    return [name for name, family in sorted(MODEL_FAMILIES.items()) if getattr(family, fact)]

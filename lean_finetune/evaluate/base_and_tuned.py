@@ -53,7 +53,7 @@ class EvaluationRows:
     """Ids of special tokens."""
     eos_id: int | None
     pad_id: int
-    compared: HeldoutAnswers = HeldoutAnswers()
+    compared: HeldoutAnswers
     """For figures of the objective; the better answers are `loss_rows`."""
 
     def complete(self, batch: Batch, rows: np.ndarray) -> Batch:

@@ -170,5 +170,7 @@ def _choose_rows(
         special=special,
         eos_id=meta["eos_id"],
         pad_id=meta["pad_id"],
-        compared=HELDOUT[kind.name].of(rows, better, worse, p.train.goal, p.train.preference_values),
+        compared=HELDOUT[kind.name](
+            rows=rows, better=better, worse=worse, objective=p.train.goal, values=p.train.preference_values
+        ),
     )

@@ -400,17 +400,17 @@ def _no_videos(number: int) -> str:
     raise NotImplementedError("videos are not trained")
 
 
-FAMILIES: tuple[type[ImageFamily], ...] = (
+IMAGE_FAMILIES: tuple[type[ImageFamily], ...] = (
     *(Qwen25VL, Qwen2VL, Qwen3VL),
     *(Llava, LlavaNext, Pixtral, Gemma3, Gemma4, InternVL, SmolVLM, Idefics3),
 )
 """Families that are trained with images. Of those with the same models, the first is for files that name none."""
-MODELS = tuple(sorted({model for family in FAMILIES for model in family.models}))
+MODELS = tuple(sorted({model for family in IMAGE_FAMILIES for model in family.models}))
 """Values of model_type of these families."""
-MASK_ARGUMENTS = tuple(family.marks_images for family in FAMILIES if family.marks_images is not None)
+MASK_ARGUMENTS = tuple(family.marks_images for family in IMAGE_FAMILIES if family.marks_images is not None)
 """What these families' models may be told of the tokens of images."""
 
 
 def family_of_images(model_type: object) -> type[ImageFamily] | None:
     """The family of a model whose files name no processor; None for models that are not trained with images."""
-    return next((family for family in FAMILIES if model_type in family.models), None)
+    return next((family for family in IMAGE_FAMILIES if model_type in family.models), None)

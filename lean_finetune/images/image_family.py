@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 
 class ImageFamily(ABC):
-    """Models with one class of processor. A family derives from it and is listed in `FAMILIES`."""
+    """Models with one class of processor. A family derives from it and is listed in `IMAGE_FAMILIES`."""
 
     processor_class: ClassVar[str]
     """transformers' class."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import RowFault, UserError
-from lean_finetune.images.families import FAMILIES, MODELS
+from lean_finetune.images.families import IMAGE_FAMILIES, MODELS
 from lean_finetune.images.image_family import ImageFamily, Size, vision_patch
 from lean_finetune.pinning.config_file import CONFIG_FILE, json_object
 
@@ -134,7 +134,7 @@ def image_family(directory: Path) -> type[ImageFamily] | None:
     config = directory / CONFIG_FILE
     # Of a hub model, only the tokenizer's and the processor's files may be here.
     model = json_object(config).get("model_type") if config.is_file() else None
-    for family in FAMILIES if found else ():
+    for family in IMAGE_FAMILIES if found else ():
         if (model is None or model in family.models) and (named or family.processor_class) == family.processor_class:
             return family if named or model else None
     return None

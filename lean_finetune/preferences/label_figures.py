@@ -2,43 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 
-from lean_finetune.objectives.objective import AnswerObjective, Objective, RowSums, StepTotals
+from lean_finetune.objectives.objective import AnswerObjective, RowSums, StepTotals
 from lean_finetune.objectives.row_kind import REFERENCE
 from lean_finetune.preferences.pair_figures import BASE, RESULTS
-from lean_finetune.rows.held_out_answers import AnswerTokens, HeldoutAnswers, Losses
+from lean_finetune.rows.held_out_answers import HeldoutAnswers, Losses
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldoutLabels(HeldoutAnswers):
-    """Held-out answers with labels, and the objective that rewards them."""
+    """Held-out answers with labels, and the objective that rewards them. The better answers are the desirable ones."""
 
-    rows: AnswerTokens
-    """With the log-probabilities of the reference."""
-    desirable: np.ndarray
-    """Row numbers of desirable answers."""
-    undesirable: np.ndarray
-    objective: AnswerObjective
-    values: Mapping[str, float]
-    """Of the objective's parameters."""
     results = RESULTS
-
-    @classmethod
-    def of(
-        cls,
-        rows: AnswerTokens,
-        better: np.ndarray,
-        worse: np.ndarray,
-        objective: Objective,
-        values: Mapping[str, float],
-    ) -> Self:
-        """See the base class."""
-        assert isinstance(objective, AnswerObjective)
-        return cls(rows=rows, desirable=better, undesirable=worse, objective=objective, values=values)
+    objective: AnswerObjective
 
     def metrics(self, losses: Losses) -> dict[str, Any]:
         """See the base class."""
@@ -47,19 +27,19 @@ class HeldoutLabels(HeldoutAnswers):
     @property
     def others(self) -> list[int]:
         """See the base class: undesirable and mismatched answers."""
-        return [*self.undesirable.tolist(), *(self.labelled + 1).tolist()]
+        return [*self.worse.tolist(), *(self.labelled + 1).tolist()]
 
     @property
     def labelled(self) -> np.ndarray:
         """Row numbers of all labelled answers, the desirable ones first; a row's mismatch follows it."""
-        return np.concatenate([self.desirable, self.undesirable])
+        return np.concatenate([self.better, self.worse])
 
     def figures(self, losses: np.ndarray, other_losses: np.ndarray, *, is_reference: bool) -> dict[str, float | None]:
         """Figures of one model, from the summed cross-entropy of the desirable answers and of `others`.
 
         The reference is the model before training, and rewarded by its own log-probabilities: see `pair_scores`.
         """
-        better, worse, reference = len(self.desirable), len(self.undesirable), self.rows.column(REFERENCE)
+        better, worse, reference = len(self.better), len(self.worse), self.rows.column(REFERENCE)
         assert reference is not None
         numbers = np.concatenate([self.labelled, self.labelled + 1])
         found = -np.concatenate([losses, other_losses])
@@ -75,7 +55,7 @@ class HeldoutLabels(HeldoutAnswers):
             count=better + worse,
             better=better,
             worse=worse,
-            better_tokens=int(self.rows.supervised[self.desirable].sum()),
+            better_tokens=int(self.rows.supervised[self.better].sum()),
             untrained=self.objective.of_step(torch.tensor(float(ratios[~answers].mean()), dtype=torch.float64)),
         )
         better_sum, worse_sum, right = self.objective.judged(sums, totals, self.values).tolist()
@@ -96,7 +76,7 @@ def label_metrics(labels: HeldoutLabels, losses: Losses) -> dict[str, Any]:
 
     `losses` are those of the desirable answers and of `HeldoutLabels.others`, by model.
     """
-    counts = {"evaluated_desirable": len(labels.desirable), "evaluated_undesirable": len(labels.undesirable)}
+    counts = {"evaluated_desirable": len(labels.better), "evaluated_undesirable": len(labels.worse)}
     if not sum(counts.values()):
         return {**counts, **dict.fromkeys(RESULTS)}
     found = {
@@ -105,7 +85,7 @@ def label_metrics(labels: HeldoutLabels, losses: Losses) -> dict[str, Any]:
         for figure, value in labels.figures(*of_model, is_reference=name == BASE).items()
     }
     tokens = labels.rows.supervised
-    lengths = {"chosen_tokens": _mean(tokens[labels.desirable]), "rejected_tokens": _mean(tokens[labels.undesirable])}
+    lengths = {"chosen_tokens": _mean(tokens[labels.better]), "rejected_tokens": _mean(tokens[labels.worse])}
     return {**counts, **{name: None if value is None else round(value, 6) for name, value in (found | lengths).items()}}
 
 

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from lean_finetune.objectives.objective import Objective
 from lean_finetune.objectives.row_kind import REFERENCE
 from lean_finetune.preferences.objectives.pair_objectives import PairObjective, PairSums
-from lean_finetune.rows.held_out_answers import AnswerTokens, HeldoutAnswers, Losses
+from lean_finetune.rows.held_out_answers import HeldoutAnswers, Losses
 
 BASE = "base"
 """The model before training, in what is compared."""
@@ -33,30 +32,15 @@ MOST_LISTED = 10
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldoutPairs(HeldoutAnswers):
-    """Held-out pairs, P of them, and the objective that rewards them."""
+    """Held-out pairs, P of them, and the objective that rewards them. The better answers are the chosen ones (P,)."""
 
-    rows: AnswerTokens
-    """With the log-probabilities of the reference, if the objective has one."""
-    chosen: np.ndarray
-    """Row numbers of the chosen answers (P,)."""
-    rejected: np.ndarray
-    objective: PairObjective
-    values: Mapping[str, float]
-    """Of the objective's parameters."""
     results = RESULTS
+    objective: PairObjective
 
-    @classmethod
-    def of(
-        cls,
-        rows: AnswerTokens,
-        better: np.ndarray,
-        worse: np.ndarray,
-        objective: Objective,
-        values: Mapping[str, float],
-    ) -> Self:
-        """See the base class."""
-        assert isinstance(objective, PairObjective)
-        return cls(rows=rows, chosen=better, rejected=better + 1, objective=objective, values=values)
+    @property
+    def rejected(self) -> np.ndarray:
+        """Row numbers of the rejected answers (P,)."""
+        return self.better + 1
 
     @property
     def others(self) -> list[int]:
@@ -79,8 +63,8 @@ class HeldoutPairs(HeldoutAnswers):
     def rewards(self, chosen_logps: np.ndarray, rejected_logps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rewards of both answers of each pair (P,), from the log-probabilities of their tokens, summed (P,)."""
         tokens, reference = self.rows.supervised, self.rows.column(REFERENCE)
-        of_reference = (None, None) if reference is None else (reference[self.chosen], reference[self.rejected])
-        columns = (chosen_logps, rejected_logps, tokens[self.chosen], tokens[self.rejected], *of_reference)
+        of_reference = (None, None) if reference is None else (reference[self.better], reference[self.rejected])
+        columns = (chosen_logps, rejected_logps, tokens[self.better], tokens[self.rejected], *of_reference)
         names = ("chosen", "rejected", "chosen_tokens", "rejected_tokens", "chosen_reference", "rejected_reference")
         sums: dict[str, Any] = {
             name: None if column is None else torch.from_numpy(column.astype(np.float64))
@@ -126,7 +110,7 @@ def pair_scores(pairs: HeldoutPairs, losses: Losses) -> dict[str, PairScores]:
         reference = pairs.rows.column(REFERENCE)
         rewarded = logps
         if name == BASE and reference is not None:
-            rewarded = reference[pairs.chosen], reference[pairs.rejected]
+            rewarded = reference[pairs.better], reference[pairs.rejected]
         chosen, rejected = pairs.rewards(*rewarded)
         found[name] = PairScores(
             logp_chosen=logps[0], logp_rejected=logps[1], reward_chosen=chosen, reward_rejected=rejected
@@ -136,14 +120,14 @@ def pair_scores(pairs: HeldoutPairs, losses: Losses) -> dict[str, PairScores]:
 
 def pair_metrics(pairs: HeldoutPairs, scores: Mapping[str, PairScores]) -> dict[str, Any]:
     """`FIGURES` of each model, the number of pairs and the mean tokens of both answers; nothing without pairs."""
-    if not len(pairs.chosen):
+    if not len(pairs.better):
         return {"evaluated_pairs": 0, **dict.fromkeys(RESULTS)}
     tokens = pairs.rows.supervised
     no_logps = {f"{name}_{figure}": None for name in scores for figure in LOGPS} if pairs.objective.scored else {}
     return {
-        "evaluated_pairs": len(pairs.chosen),
+        "evaluated_pairs": len(pairs.better),
         **{f"{name}_{figure}": value for name, one in scores.items() for figure, value in one.figures().items()},
-        "chosen_tokens": round(float(tokens[pairs.chosen].mean()), 3),
+        "chosen_tokens": round(float(tokens[pairs.better].mean()), 3),
         "rejected_tokens": round(float(tokens[pairs.rejected].mean()), 3),
         **no_logps,
     }
@@ -155,7 +139,7 @@ def changed_pairs(pairs: HeldoutPairs, scores: Mapping[str, PairScores], tokeniz
     In both lists, the largest change of the margin comes first; each has at most `MOST_LISTED`.
     """
     before, after = scores[BASE].margins, scores["tuned"].margins
-    order = np.lexsort((pairs.chosen, -np.abs(after - before)))
+    order = np.lexsort((pairs.better, -np.abs(after - before)))
     became_right, became_wrong = (before <= 0) & (after > 0), (before >= 0) & (after < 0)
     listed = [number for became in (became_right, became_wrong) for number in order[became[order]][:MOST_LISTED]]
     return [_line(pairs, scores, number, tokenizer) for number in map(int, listed)]
@@ -164,7 +148,7 @@ def changed_pairs(pairs: HeldoutPairs, scores: Mapping[str, PairScores], tokeniz
 def _line(pairs: HeldoutPairs, scores: Mapping[str, PairScores], number: int, tokenizer: Tokenizer) -> dict[str, Any]:
     """The record of a pair: its text, and both rewards of each model."""
     texts = dict(zip(("chosen", "rejected"), _texts(pairs, number, tokenizer), strict=True))
-    rows, row = pairs.rows, int(pairs.chosen[number])
+    rows, row = pairs.rows, int(pairs.better[number])
     prompt = rows.ids(row)[: int(rows.spans(row)[0][0])].tolist()
     return {
         "pair": row // 2,
@@ -181,6 +165,6 @@ def _line(pairs: HeldoutPairs, scores: Mapping[str, PairScores], number: int, to
 
 def _texts(pairs: HeldoutPairs, number: int, tokenizer: Tokenizer) -> Iterator[str]:
     """Both answers of a pair, without control tokens."""
-    for row in (int(pairs.chosen[number]), int(pairs.rejected[number])):
+    for row in (int(pairs.better[number]), int(pairs.rejected[number])):
         spans: Sequence[Sequence[int]] = pairs.rows.spans(row).tolist()
         yield tokenizer.decode(pairs.rows.ids(row)[spans[0][0] : spans[-1][1]].tolist(), skip_special_tokens=True)

@@ -1,7 +1,8 @@
 """Held-out answers that an objective compares: what figures of them need. Each kind of rows has a class of its own."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -28,26 +29,21 @@ class AnswerTokens(Protocol):
         """Trained tokens of a row as half-open token positions, (spans, 2)."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class HeldoutAnswers:
     """Held-out answers; this base class is of rows that are not compared."""
 
-    results: tuple[str, ...] = ()
+    results: ClassVar[tuple[str, ...]] = ()
     """Figures in metrics/evaluate.json, in the order of columns of `dvc exp show`."""
 
-    @classmethod
-    def of(
-        cls,
-        rows: AnswerTokens,
-        better: np.ndarray,
-        worse: np.ndarray,
-        objective: "Objective",
-        values: Mapping[str, float],
-    ) -> Self:
-        """Create it from numbers of chosen rows of tokens, by whether an objective makes their answers more likely.
-
-        `values` are those of the objective's parameters.
-        """
-        return cls()
+    rows: AnswerTokens
+    better: np.ndarray
+    """Numbers of the chosen rows of tokens whose answers the objective makes more likely."""
+    worse: np.ndarray
+    """Those of the other chosen rows; none where each better answer has a worse one behind it."""
+    objective: "Objective"
+    values: Mapping[str, float]
+    """Of the objective's parameters."""
 
     @property
     def others(self) -> list[int]:

@@ -110,9 +110,9 @@ def test_loss_rows_count_rows_of_both_labels(run, tmp_path, tiny_dir):
     held_out = TokenRows(tokens, "heldout", p.train.row_kind)
     limits = EvaluationLimits.from_params(p, held_out.supervised)
     labels = _choose_rows(p, tokens, held_out, limits, None, tokenizer).compared
-    assert isinstance(labels, HeldoutLabels) and len(labels.desirable) + len(labels.undesirable) == 5
+    assert isinstance(labels, HeldoutLabels) and len(labels.better) + len(labels.worse) == 5
     found = labels.rows.column(COLUMN)
-    assert found is not None and found[labels.desirable].all() and not found[labels.undesirable].any()
+    assert found is not None and found[labels.better].all() and not found[labels.worse].any()
 
 
 @pytest.mark.parametrize(("label", "found"), [(True, "desirable"), (False, "undesirable")])

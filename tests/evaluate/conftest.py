@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,9 @@ from lean_finetune.config.schema import BaseWeights, Quant
 from lean_finetune.core.atomic_files import sha256_file, write_json, write_sealed
 from lean_finetune.evaluate.base_and_tuned import EvaluationRows
 from lean_finetune.evaluate.generate import choose_prompts
+from lean_finetune.islands.objectives.registry import OBJECTIVES, SFT
 from lean_finetune.model.adapters import add_adapters, save_adapter
+from lean_finetune.rows.held_out_answers import HeldoutAnswers
 from lean_finetune.step.token_rows import TokenRows
 from tests.kit.loaded import load_base
 from tests.small_model import save_small_llama
@@ -64,14 +67,16 @@ def questions_of(rows: TokenRows, prompts: int) -> EvaluationRows:
     chosen, too_long = choose_prompts(
         rows, prompts, max_length=64, max_prompt_tokens=None, max_new_tokens=4, special={EOS}
     )
+    numbers = np.arange(len(rows))
     return EvaluationRows(
         rows=rows,
-        loss_rows=list(range(len(rows))),
+        loss_rows=numbers.tolist(),
         prompts=chosen,
         unanswerable_rows=too_long,
         special={EOS},
         eos_id=EOS,
         pad_id=PAD,
+        compared=HeldoutAnswers(rows=rows, better=numbers, worse=numbers[:0], objective=OBJECTIVES[SFT], values={}),
     )
 
 

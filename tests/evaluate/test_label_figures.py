@@ -22,7 +22,7 @@ def labels_of(tmp_path, better: int = 3, worse: int = 2) -> HeldoutLabels:
     assert isinstance(kto, AnswerObjective)
     desirable, undesirable = 2 * np.flatnonzero(LABELS)[:better], 2 * np.flatnonzero(~LABELS)[:worse]
     return HeldoutLabels(
-        rows=opened, desirable=desirable, undesirable=undesirable, objective=kto, values={**kto.defaults, "beta": 0.2}
+        rows=opened, better=desirable, worse=undesirable, objective=kto, values={**kto.defaults, "beta": 0.2}
     )
 
 
@@ -34,7 +34,7 @@ def test_figures_are_those_of_kto(tmp_path, divergence):
     assert reference is not None
     logps = reference + np.array([2.0, divergence, -1.0, divergence, 0.5, divergence, 3.0, divergence, 1.5, divergence])
     losses = {
-        name: (-values[labels.desirable], -values[labels.others])
+        name: (-values[labels.better], -values[labels.others])
         for name, values in (("base", reference), ("tuned", logps))
     }
     found = label_metrics(labels, losses)

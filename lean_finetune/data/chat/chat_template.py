@@ -39,7 +39,7 @@ from lean_finetune.data.format.format_base import Conversation, EmptyAnswer, Mes
 from lean_finetune.pinning.template_files import TemplateText
 
 DIRECTORY = Path(__file__).parent / "templates"
-FAMILIES = {
+BUNDLED = {
     "chatml": "im_start",
     "qwen2.5": "im_start",
     "qwen3": "im_start",
@@ -67,7 +67,7 @@ def find_bundled(own: CompiledTemplate, omitted: Set[str]) -> CompiledTemplate |
     if rendering(own, PROBES[0]) is None:
         return None
     probes = [(probe, rendering(own, probe)) for probe in PROBES if not parts_of(probe) & omitted]
-    for family, needed in FAMILIES.items():
+    for family, needed in BUNDLED.items():
         if needed in own.source:
             bundled = own.with_source(read_bundled(family), f"the bundled {family} template")
             if all(text is None or text == rendering(bundled, probe) for probe, text in probes):

@@ -309,7 +309,7 @@ def test_public_tool_calls_are_located_in_every_template_that_shows_them(name, p
 
 def test_every_bundled_template_is_of_a_known_family():
     """One that is not listed would never be used; one that is listed and missing would end runs."""
-    assert {path.stem for path in bundled_templates.DIRECTORY.glob("*.jinja")} == set(bundled_templates.FAMILIES)
+    assert {path.stem for path in bundled_templates.DIRECTORY.glob("*.jinja")} == set(bundled_templates.BUNDLED)
 
 
 def test_a_turn_ends_at_its_own_token_where_calls_end_otherwise(directories):
