@@ -4,10 +4,9 @@ import math
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from lean_finetune.model.files.quantized_checkpoint import (
     stored_format,
     write_16_bit_config,
 )
-from lean_finetune.model.files.safetensors_files import FileTensor, TensorSpec, write_tensors
+from lean_finetune.model.files.safetensors_files import TensorSpec, write_tensors
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import as_trained, quantisation, quantize_on_meta
 from lean_finetune.model.trained_rows import DELTA, ids_of_layer, mean_row
@@ -193,6 +192,106 @@ MERGED = "merged"
 """Subdirectory of the merged model, next to its adapter."""
 
 
+class MergedWeights:
+    """The tensors of a base's files with what an adapter changes in them, one in memory at a time."""
+
+    def __init__(self, base: Path, adapter: Path, weights: BaseWeights):
+        """Find them; weights are not read yet. Arguments and errors as of `write_merged`."""
+        self._spec, self._adapter = weights, read_adapter(adapter)
+        tensors = load_file(adapter / ADAPTER_WEIGHTS)
+        refuse_not_finite(tensors.items(), of_adapter(adapter / ADAPTER_WEIGHTS))
+        self.config = read_config(base, whole=any_beside(tensors))
+        self._model, in_files = meta_model(self.config), file_tensors(base, self.config)
+        self.stored = finite_tensors(in_files)
+        packed = [name for name, one in in_files.items() if isinstance(one, BitsAndBytesWeight)]
+        packed_layers = (name.removesuffix(".weight") for name in names_in_model(self._model, packed).values())
+        self._quantised = _quantised_layers(self.config, weights).difference(packed_layers)
+        self._experts = MergedExperts(self.stored, self._model, weights, take_experts(self.config, adapter, tensors))
+        _refuse_unmerged(adapter, (key for key in tensors if LORA in key))
+        others = {
+            key.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."): tensors.pop(key)
+            for key in [*tensors]
+            if LORA not in key
+        }
+        self._factors, self._layers = tensors, AdaptedLayers(self._adapter)
+        self._rows = {f"{key.removesuffix(DELTA)}.weight": one for key, one in others.items() if key.endswith(DELTA)}
+        whole = {key: tensor for key, tensor in others.items() if not key.endswith(DELTA)}
+        self.score = {key: whole.pop(key) for key in [*whole] if key == HEAD_OF_SCORES}
+        """The head of a reward model; others have none."""
+        self._copies = whole
+        self._transposed = {name for name, one in self._model.named_modules() if isinstance(one, Conv1D)}
+        self.ids = {name: ids_of_layer(self._adapter, name.removesuffix(".weight")) for name in self._rows}
+        """Trained tokens, by the name of their weight."""
+        self._biases = {f"{name.removesuffix('.weight')}.bias": one for name, one in self.ids.items()}
+        self._names: dict[str, str] = {}
+        self.unmerged = {_layer(key) for key in tensors} | whole.keys() | self._rows.keys()
+        """Weights that the adapter changes, and that were not asked for yet."""
+
+    def specs(self, path: Path) -> dict[str, TensorSpec]:
+        """What the tensors of a file become."""
+        stored = {key: one for key, one in self.stored.items() if one.path == path}
+        self._names |= names_in_model(self._model, stored)
+        ids = {**self.ids, **self._biases}
+        return {
+            key: TensorSpec(dtype=one.dtype, shape=_shape_with_rows(one.shape, ids.get(self._names[key], [])))
+            for key, one in stored.items()
+        }
+
+    def scores_as(self, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """What the head of a reward model becomes in a type, for the file that it is added to."""
+        self.score = {key: one.to(dtype) for key, one in self.score.items()}
+        return {key: TensorSpec(dtype=dtype, shape=tuple(one.shape)) for key, one in self.score.items()}
+
+    def merged(self, key: str) -> torch.Tensor:
+        """A tensor of a file whose `specs` were asked for. Raises UserError if its values became too large."""
+        tensor = self._merged(key)
+        if not is_sound(key, tensor):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(
+                f"train.merge: {key} {NOT_FINITE} as {kind} once the adapter is merged; the adapter is damaged, or of "
+                "another base: use it beside its base"
+            )
+        return tensor
+
+    def _merged(self, key: str) -> torch.Tensor:
+        if key in self.score:
+            return self.score[key]
+        if key in self._experts:
+            return self._experts.merged(key)
+        name, stored = self._names[key], self.stored[key]
+        if name in self._biases:  # Of a head; new tokens have none.
+            bias = stored.read()
+            return F.pad(bias, (0, _shape_with_rows(tuple(bias.shape), self._biases[name])[0] - len(bias)))
+        if name in self._rows:
+            self.unmerged.remove(name)
+            return _with_rows(stored.read(), self.ids[name], self._rows[name])
+        if name in self._copies:  # That was trained (train.lora.modules_to_save).
+            self.unmerged.remove(name)
+            return self._copies[name].to(stored.dtype)
+        layer, weight = name.removesuffix(".weight"), stored.read()
+        if layer not in self._quantised and layer not in self.unmerged:
+            return weight
+        weight_NK = as_trained(weight, self._spec, layer in self._quantised)
+        if layer in self.unmerged:
+            is_KN = layer in self._transposed
+            weight_NK = self._with_adapter(weight_NK.T if is_KN else weight_NK, layer)
+            weight_NK = weight_NK.T.contiguous() if is_KN else weight_NK
+            self.unmerged.remove(layer)
+        return weight_NK.to(weight.dtype)
+
+    def _with_adapter(self, weight_NK: torch.Tensor, layer: str) -> torch.Tensor:
+        """The weight plus its adapter; with DoRA, rows scaled to their learnt norms."""
+        key = f"{PEFT_PREFIX}{layer}.lora_"
+        A_RK, B_NR = self._factors[f"{key}A.weight"].float(), self._factors[f"{key}B.weight"].float()
+        rank, alpha = len(A_RK), self._layers.alpha(layer)
+        scale = alpha / (math.sqrt(rank) if self._adapter.get("use_rslora") else rank)
+        merged_NK = weight_NK + scale * (B_NR @ A_RK)
+        lengths_N = self._factors.get(f"{key}magnitude_vector")
+        if lengths_N is None:
+            return merged_NK
+        return merged_NK * (lengths_N.float() / torch.linalg.norm(merged_NK, dim=1))[:, None]
+
+
 def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseWeights, out: Path) -> None:
     """Write the merged model to `out` in the types of the base's files; weights that are quantised there in bf16.
 
@@ -209,98 +308,28 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
     Raises:
         UserError: the base has no weight for an adapter, or a weight has NaN or infinite values.
     """
-    config = read_adapter(adapter)
-    tensors = load_file(adapter / ADAPTER_WEIGHTS)
-    refuse_not_finite(tensors.items(), of_adapter(adapter / ADAPTER_WEIGHTS))
-    base_config = read_config(base, whole=any_beside(tensors))
-    model, stored_in_base = meta_model(base_config), file_tensors(base, base_config)
-    tensors_of_base = finite_tensors(stored_in_base)
-    packed = [name for name, one in stored_in_base.items() if isinstance(one, BitsAndBytesWeight)]
-    packed_layers = (name.removesuffix(".weight") for name in names_in_model(model, packed).values())
-    quantised = _quantised_layers(base_config, weights).difference(packed_layers)
-    experts = MergedExperts(tensors_of_base, model, weights, take_experts(base_config, adapter, tensors))
-    _refuse_unmerged(adapter, (key for key in tensors if LORA in key))
-    others = {
-        key.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."): tensors.pop(key)
-        for key in [*tensors]
-        if LORA not in key
-    }
-    rows = {f"{key.removesuffix(DELTA)}.weight": delta for key, delta in others.items() if key.endswith(DELTA)}
-    whole = {key: tensor for key, tensor in others.items() if not key.endswith(DELTA)}
-    score = {key: whole.pop(key) for key in [*whole] if key == HEAD_OF_SCORES}  # Of a reward model, at most one.
+    tensors = MergedWeights(base, adapter, weights)
     first_file = min((name for name in files if name.endswith(SUFFIX)), default="")
-    layers, transposed = AdaptedLayers(config), {name for name, one in model.named_modules() if isinstance(one, Conv1D)}
-    ids = {name: ids_of_layer(config, name.removesuffix(".weight")) for name in rows}
-    biases = {f"{name.removesuffix('.weight')}.bias": one for name, one in ids.items()}
-    unmerged = {_layer(key) for key in tensors} | whole.keys() | rows.keys()
     for name in sorted(files):
         if not name.endswith(SUFFIX):
             shutil.copyfile(base / name, out / name)
             continue
-        stored = {key: one for key, one in tensors_of_base.items() if one.path == base / name}
-        names = names_in_model(model, stored)
-        specs = {
-            key: TensorSpec(dtype=one.dtype, shape=_shape_with_rows(one.shape, {**ids, **biases}.get(names[key], [])))
-            for key, one in stored.items()
-        }
+        specs = tensors.specs(base / name)
         if name == first_file:
             dtype = next((spec.dtype for spec in specs.values() if spec.dtype.is_floating_point), torch.float32)
-            score = {key: one.to(dtype) for key, one in score.items()}
-            specs |= {key: TensorSpec(dtype=dtype, shape=tuple(one.shape)) for key, one in score.items()}
-
-        def merged(
-            key: str,
-            stored: Mapping[str, FileTensor] = stored,
-            names: Mapping[str, str] = names,
-            score: Mapping[str, torch.Tensor] = score,
-        ) -> torch.Tensor:
-            if key in score:
-                return score[key]
-            if key in experts:
-                return experts.merged(key)
-            if names[key] in biases:  # Of a head; new tokens have none.
-                bias = stored[key].read()
-                return F.pad(bias, (0, _shape_with_rows(tuple(bias.shape), biases[names[key]])[0] - len(bias)))
-            if names[key] in rows:
-                unmerged.remove(names[key])
-                return _with_rows(stored[key].read(), ids[names[key]], rows[names[key]])
-            if names[key] in whole:  # A copy that was trained (train.lora.modules_to_save).
-                unmerged.remove(names[key])
-                return whole[names[key]].to(stored[key].dtype)
-            layer, weight = names[key].removesuffix(".weight"), stored[key].read()
-            if layer not in quantised and layer not in unmerged:
-                return weight
-            weight_NK = as_trained(weight, weights, layer in quantised)
-            if layer in unmerged:
-                is_KN = layer in transposed
-                weight_NK = _with_adapter(weight_NK.T if is_KN else weight_NK, layer, tensors, config, layers)
-                weight_NK = weight_NK.T.contiguous() if is_KN else weight_NK
-                unmerged.remove(layer)
-            return weight_NK.to(weight.dtype)
-
-        write_tensors(out / name, specs, partial(_finite, merged))
-    if score:
-        _write_reward_model(out, base_config, first_file)
-    if rows:
-        _write_vocabulary(out / CONFIG_FILE, 1 + max(max(one) for one in ids.values()))
-    if stored_format(base_config) is not None:
-        write_16_bit_config(out, tensors_of_base)
-    if unmerged:
+            specs |= tensors.scores_as(dtype)
+        write_tensors(out / name, specs, tensors.merged)
+    if tensors.score:
+        _write_reward_model(out, tensors.config, first_file)
+    if tensors.ids:
+        _write_vocabulary(out / CONFIG_FILE, 1 + max(max(one) for one in tensors.ids.values()))
+    if stored_format(tensors.config) is not None:
+        write_16_bit_config(out, tensors.stored)
+    if tensors.unmerged:
         raise UserError(
-            f"train.merge: {base} has no weight for {sorted(unmerged)[0]}, which has an adapter; set train.merge=false"
+            f"train.merge: {base} has no weight for {sorted(tensors.unmerged)[0]}, which has an adapter; set "
+            "train.merge=false"
         )
-
-
-def _finite(merged: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:
-    """A merged tensor. Raises UserError if its values became too large for its type."""
-    tensor = merged(name)
-    if not is_sound(name, tensor):
-        kind = str(tensor.dtype).removeprefix("torch.")
-        raise UserError(
-            f"train.merge: {name} {NOT_FINITE} as {kind} once the adapter is merged; the adapter is damaged, or of "
-            "another base: use it beside its base"
-        )
-    return tensor
 
 
 def _write_reward_model(out: Path, config: PretrainedConfig, file: str) -> None:
@@ -374,25 +403,6 @@ def _quantised_layers(config: PretrainedConfig, weights: BaseWeights) -> set[str
     quantize_on_meta(model, weights)
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
     return {name for name, module in model.named_modules() if isinstance(module, kinds)}
-
-
-def _with_adapter(
-    weight_NK: torch.Tensor,
-    layer: str,
-    tensors: Mapping[str, torch.Tensor],
-    config: Mapping[str, Any],
-    layers: AdaptedLayers,
-) -> torch.Tensor:
-    """The weight plus its adapter; with DoRA, rows scaled to their learnt norms."""
-    key = f"{PEFT_PREFIX}{layer}.lora_"
-    A_RK, B_NR = tensors[f"{key}A.weight"].float(), tensors[f"{key}B.weight"].float()
-    rank, alpha = len(A_RK), layers.alpha(layer)
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    merged_NK = weight_NK + scale * (B_NR @ A_RK)
-    lengths_N = tensors.get(f"{key}magnitude_vector")
-    if lengths_N is None:
-        return merged_NK
-    return merged_NK * (lengths_N.float() / torch.linalg.norm(merged_NK, dim=1))[:, None]
 
 
 def _refuse_unmerged(directory: Path, tensors: Iterable[str]) -> None:

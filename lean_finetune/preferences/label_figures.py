@@ -1,6 +1,5 @@
 """Held-out labelled answers: what the objective rewards, before and after training."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 

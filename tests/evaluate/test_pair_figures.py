@@ -182,9 +182,7 @@ def test_pairs_whose_order_changed_are_listed_with_the_largest_change_first(tmp_
     numbers = np.arange(0, len(rows), 2)
     dpo = OBJECTIVES["dpo"]
     assert isinstance(dpo, PairObjective)
-    pairs = HeldoutPairs(
-        rows=opened, better=numbers, worse=numbers[:0], objective=dpo, values={"beta": 0.1}
-    )
+    pairs = HeldoutPairs(rows=opened, better=numbers, worse=numbers[:0], objective=dpo, values={"beta": 0.1})
     zeros = np.zeros(len(margins))
     scores = {
         name: PairScores(logp_chosen=zeros, logp_rejected=zeros, reward_chosen=np.array(column), reward_rejected=zeros)

@@ -103,18 +103,9 @@ def plan(
         refuse_link_out(target.parent, target)
     with importing_without_compiler():  # Here: imports torch, which --help skips.
         from lean_finetune.commands.choose.plan_text import nothing_fits, plan_json, plan_lines
-        from lean_finetune.commands.choose.sampled_rows import SampledRows, sampled_rows
         from lean_finetune.memory.choice.choose import faster_with_bf16_updates, lighter_that_fits
 
-    rows: SampledRows | None = None
-    if lengths is not None:
-        given = row_index(lengths, asked.params, truncates=False)
-        count = len(given.lengths) // asked.params.train.row_kind.token_rows
-        rows = SampledRows(index=given, tokenized=count, total=count)
-    elif data is not None or (length is None and asked.file != COMMON_PARAMS):
-        rows = sampled_rows("--data" if data is not None else "data.source", asked.params)
-    elif length is None and "data.max_length" not in asked.fixed:
-        raise UsageFault("--data: name the rows to train, or the tokens of the longest one by --length")
+    rows = rows_of(asked, data, length, lengths)
     chosen, flags, step = chosen_sets(asked, rows, length, rows_known=lengths is None or not is_of_quantiles(lengths))
     if (rows is None or lengths is not None) and TOWER.has_family(chosen.start.run.config.model_type):
         echo(f"note: rows of text are assumed; --data names rows, whose {TOWER.name} are counted", err=True)
@@ -144,6 +135,24 @@ def plan(
         echo(f"{target}: {'written with' if changed else 'no change'}")
     for key, value in changed.items():
         echo(f"  {key}: {'' if value is None else json.dumps(value)}")
+
+
+def rows_of(asked: "Asked", data: str | None, length: int | None, lengths: str | None) -> "SampledRows | None":
+    """The rows that options of these names give; None for rows of one length, which is given instead.
+
+    Raises UsageFault if they give neither.
+    """
+    from lean_finetune.commands.choose.sampled_rows import SampledRows, sampled_rows
+
+    if lengths is not None:
+        given = row_index(lengths, asked.params, truncates=False)
+        count = len(given.lengths) // asked.params.train.row_kind.token_rows
+        return SampledRows(index=given, tokenized=count, total=count)
+    if data is not None or (length is None and asked.file != COMMON_PARAMS):
+        return sampled_rows("--data" if data is not None else "data.source", asked.params)
+    if length is None and "data.max_length" not in asked.fixed:
+        raise UsageFault("--data: name the rows to train, or the tokens of the longest one by --length")
+    return None
 
 
 def _value(sections: Any, dotted: str) -> Any:
