@@ -22,10 +22,12 @@ OFF: Mapping[str, Any] = {
     **SWITCHED_OFF,
     **dict.fromkeys(("train.merge", "train.lora.rslora", "bucket.constant_shape"), False),
     **{"train.quant.type": "nf4", "train.quant.double": True, "train.router": "frozen", "train.shard_group_gpus": None},
-    **{"train.lora.dropout": 0.0, "train.lora.experts": "none"},
+    **{"train.lora.dropout": 0.0, "train.lora.experts": "none", "train.sharding": "none"},
     **dict.fromkeys(("train.lora.modules_to_save", "train.lora.trainable_tokens"), []),
 }
 """The value of a parameter where it has no effect, or must have none: the one place of these values."""
+WITHOUT_LOGITS: Mapping[str, Any] = {"train.loss_chunk": None, "evaluate.generate_rows": 0}
+"""Those of parameters on logits and on generated text, which a reward model does not have."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ def needs(key: str, other: str, *values: Any) -> Needs:
         return f"has an effect only with {fitting}; got {got}; set it to {_shown(off)}, or use {fitting}"
 
     return Needs(key, lambda params: value(params) != off and found(params) not in values, message, other, values)
+
+
+def off_values(*names: str) -> dict[str, Any]:
+    """The values that turn parameters of section train off, by their names in it."""
+    return {name: OFF[f"train.{name}"] for name in names}
 
 
 def turn_off(key: str) -> str:

@@ -6,7 +6,7 @@ from operator import attrgetter
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.field_types import ALL_LINEAR
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
-from lean_finetune.config.rule import Rule, needs
+from lean_finetune.config.rule import WITHOUT_LOGITS, Rule, needs
 from lean_finetune.config.schema import Params, Preference
 from lean_finetune.islands.objectives.registry import OBJECTIVES
 
@@ -217,19 +217,15 @@ def _preferences_exclude(key: str, broken: Callable[[Params], bool], reason: str
     )
 
 
-NO_EFFECT_ON_SCORES = {"train.loss_chunk": None, "evaluate.generate_rows": 0}
-"""Settings of logits and of generated text, which a reward model does not have, and their values without an effect."""
-
-
 def _set_without_logits(params: Params) -> list[str]:
     """Settings of logits and of generated text that are on."""
-    return [name for name, off in NO_EFFECT_ON_SCORES.items() if attrgetter(name)(params) != off]
+    return [name for name, off in WITHOUT_LOGITS.items() if attrgetter(name)(params) != off]
 
 
 def _without_logits_message(params: Params) -> str:
     names = _set_without_logits(params)
     got = " and ".join(f"{name}={attrgetter(name)(params)}" for name in names)
-    remedy = " and ".join(f"{name}={'null' if (off := NO_EFFECT_ON_SCORES[name]) is None else off}" for name in names)
+    remedy = " and ".join(f"{name}={'null' if (off := WITHOUT_LOGITS[name]) is None else off}" for name in names)
     return f"a reward model has no logits and writes no text; got reward with {got}; set {remedy}"
 
 

@@ -1,6 +1,6 @@
 """The objectives that `train.objective` can name: one class each, in a package of its own but for the usual one.
 
-Apart from the other lists, because params.yaml is read by it: nothing here imports torch.
+Apart from the other lists, because params.yaml is read by it. So the modules of objectives import torch in functions.
 """
 
 from collections.abc import Mapping

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lean_finetune.config.rule import off_values
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.margins import MARGINS, Margin, State, judge_bytes
 from lean_finetune.memory.advice.plan_memory import replay
@@ -110,7 +111,7 @@ def predict_as_tool(run: Run, tool: str, keys: Keys) -> AsTool | str:
         return "other tools' steps are traced for GPUs alone; name one with --gpu"
     if step.decoder == "litgpt" and run.config.model_type not in LITGPT_FAMILIES:
         return f"LitGPT's code of {run.config.model_type} is not described here"
-    shape, alone = run.steps[-1][-1], {"offload": "none", "offload_activations": "none", "sharding": "none"}
+    shape, alone = run.steps[-1][-1], off_values("offload", "offload_activations", "sharding")
     tool_run = ToolRun(
         step=step if sharing is None else under_fsdp1(step, train, sharing),
         config=run.config,

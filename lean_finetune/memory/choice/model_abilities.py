@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from cuda_memory.gpus import GIGA, Device
 from lean_finetune.config.field_types import Method
 from lean_finetune.config.load import with_flags
+from lean_finetune.config.rule import WITHOUT_LOGITS
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.islands.objectives.registry import OBJECTIVES
@@ -37,8 +38,6 @@ SWITCHES: Mapping[str, Values] = {
 """Switches that depend on the model's code."""
 EXPERTS: Mapping[str, Values] = {"lora.experts": {"train.lora.experts": "all"}, "router": {"train.router": "trained"}}
 """Those of models with experts."""
-SCORED: Values = {"train.loss_chunk": None, "evaluate.generate_rows": 0}
-"""What a reward model needs: it has no logits, and writes no text."""
 MODES: Mapping[str, Values] = {
     **{mode: {"train.sharding": mode} for mode in ("ddp", "zero1", "zero2", "zero3")},
     "tensor_parallel": {"train.tensor_parallel": 2},
@@ -92,7 +91,7 @@ def abilities(p: Params, config: PretrainedConfig, device: Device) -> Iterator[A
         return {name: partial(_train, p, small, device, {**method, **values}) for name, values in variants.items()}
 
     objectives = {
-        name: {"train.objective": name, **(SCORED if objective.scored else {})}
+        name: {"train.objective": name, **(WITHOUT_LOGITS if objective.scored else {})}
         for name, objective in OBJECTIVES.items()
     }
     yield _tried("objectives", trials(objectives))

@@ -4,8 +4,10 @@ Read in TRL 1.10, LLaMA-Factory, Axolotl, torchtune and LitGPT of mid-2026, with
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
+from lean_finetune.config.other_tools import tables
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.tool_step.tool_step import Loss, ToolStep
@@ -38,21 +40,12 @@ def _foreach(optimizer: object) -> bool:
     return optimizer == "adamw_torch"
 
 
-def _reference(train: Train) -> Literal["none", "adapters off", "second model"]:
-    """What computes the reference's log-probabilities: accelerate's tools keep a second model in full fine-tuning."""
-    if not train.goal.has_reference:
-        return "none"
-    return "adapters off" if train.adapted else "second model"
-
-
 def _trl(keys: Keys, train: Train) -> ToolStep:
     """The model is loaded in fp32 unless `dtype` says otherwise; adapters of 4-bit models are bf16. DPO: TRL 1.16."""
     liger = bool(keys.get("use_liger_kernel"))
     named: str = keys.get("loss_type") or ("liger" if liger else "chunked_nll")
     loss: Loss = "chunked_nll" if named == "chunked_nll" else "liger" if liger else "logits"
     stored = _type(keys, "dtype") or _type(keys, "torch_dtype") or "float32"
-    if train.goal.compares:
-        loss = "pairs_in_tiles"
     return ToolStep(
         tool="TRL",
         loss=loss,
@@ -65,7 +58,6 @@ def _trl(keys: Keys, train: Train) -> ToolStep:
         foreach_update=_foreach(keys.get("optim")),
         fused_layers=LIGER if liger else "none",
         reentrant=bool(keys.get("gradient_checkpointing_kwargs.use_reentrant")),
-        reference=_reference(train),
     )
 
 
@@ -75,7 +67,7 @@ def _llama_factory(keys: Keys, train: Train) -> ToolStep:
     mixed = _mixed(keys) and not pure
     return ToolStep(
         tool="LLaMA-Factory",
-        loss="pairs_log_softmax" if train.goal.compares else "liger" if liger else "logits",
+        loss="liger" if liger else "logits",
         autocast=mixed,
         outputs_in_fp32=mixed,
         weights="16 bits" if pure or train.adapted else "fp32",
@@ -85,7 +77,6 @@ def _llama_factory(keys: Keys, train: Train) -> ToolStep:
         foreach_update=_foreach(keys.get("optim")),
         fused_layers=LIGER if liger else "none",
         reentrant=keys.get("use_reentrant_gc") is not False,
-        reference=_reference(train),
     )
 
 
@@ -96,8 +87,6 @@ def _axolotl(keys: Keys, train: Train) -> ToolStep:
     cut = "cut_cross_entropy" in plugins or bool(keys.get("cut_cross_entropy"))
     fused = liger and bool(keys.get("liger_fused_linear_cross_entropy"))
     loss: Loss = "cut_cross_entropy" if cut else "liger" if fused else "logits"
-    if train.goal.compares:
-        loss = "pairs_by_rows"
     return ToolStep(
         tool="Axolotl",
         loss=loss,
@@ -107,7 +96,6 @@ def _axolotl(keys: Keys, train: Train) -> ToolStep:
         fused_layers=LIGER if liger and keys.get("liger_rms_norm") else "none",
         offloaded="all" if keys.get("activation_offloading") is True else "none",
         reentrant=keys.get("gradient_checkpointing_kwargs.use_reentrant") is not False,
-        reference=_reference(train),
     )
 
 
@@ -185,17 +173,18 @@ SAVING_KEYS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 """Keys of each tool that can save memory without other rows in a step: each is tried alone."""
 
 
-PAIR_OBJECTIVES: Mapping[str, tuple[str, ...]] = {
-    "TRL": ("dpo", "ipo"),
-    "Axolotl": ("dpo", "ipo"),
-    "LLaMA-Factory": ("dpo", "ipo", "orpo", "simpo"),
-}
-"""Objectives of pairs whose step is described, by tool."""
-
-
 def step_of(tool: str, keys: Keys, train: Train) -> ToolStep | None:
     """The training step of a tool; None if it is not described here."""
     describe = STEPS.get(tool)
-    if train.goal.compares and train.objective not in PAIR_OBJECTIVES.get(tool, ()):
+    if describe is None:
         return None
-    return None if describe is None else describe(keys, train)
+    if not train.goal.compares:
+        return describe(keys, train)
+    table = next(one for one in tables() if one["tool"] == tool)
+    loss = table["objectives"].get(train.objective, {}).get("loss")
+    if loss is None:
+        return None
+    # accelerate's tools keep a second model in full fine-tuning.
+    of_reference: Literal["adapters off", "second model"] = "adapters off" if train.adapted else "second model"
+    reference = of_reference if train.goal.has_reference else "none"
+    return replace(describe(keys, train), loss=loss, logits_measured=False, reference=reference)

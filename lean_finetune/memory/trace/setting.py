@@ -7,6 +7,7 @@ import torch
 
 from lean_finetune.config.field_types import SPLIT_WEIGHTS, Sharding
 from lean_finetune.config.parallel_layout import ParallelLayout
+from lean_finetune.config.rule import off_values
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, WEIGHTS
 
@@ -93,12 +94,6 @@ class Setting:
     @property
     def on_one_gpu(self) -> "Setting":
         """The setting of stage evaluate, which uses one GPU and keeps all weights on it."""
-        alone = self.with_train(
-            sharding="none",
-            shard_group_gpus=None,
-            context_parallel=1,
-            tensor_parallel=1,
-            pipeline_stages=1,
-            offload="none",
-        )
+        dimensions = ("context_parallel", "tensor_parallel", "pipeline_stages")
+        alone = self.with_train(**off_values("sharding", "shard_group_gpus", *dimensions, "offload"))
         return replace(alone, gpus=1, stage=None, stage_layers=None)

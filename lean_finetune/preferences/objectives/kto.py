@@ -1,7 +1,4 @@
-"""The objective of single answers with a label, and what such rows are.
-
-Torch is imported inside functions: reading params.yaml imports this module.
-"""
+"""The objective of single answers with a label, and what such rows are."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

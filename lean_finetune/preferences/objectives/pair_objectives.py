@@ -1,7 +1,4 @@
-"""Objectives of pairs: a chosen and a rejected answer to one prompt.
-
-Torch is imported inside functions: reading params.yaml imports this module.
-"""
+"""Objectives of pairs: a chosen and a rejected answer to one prompt."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
