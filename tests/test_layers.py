@@ -15,7 +15,7 @@ data/read data/format data/chat data/encode
 model/attention model/experts rows images preferences weights islands data/shards plan
 model/beside model/files model/recurrent model/kernels model/joined_adapters model/norms model
 step/offload step/update step run distributed
-memory memory/trace memory/predict memory/tool_step memory/advice memory/choice
+memory memory/trace memory/predict memory/tool_step memory/switches memory/advice memory/choice
 train/monitor train/process train/checkpoint train/callbacks train
 evaluate report stages commands/tuned commands/convert commands/project commands commands/choose commands/run
 page/project page

@@ -16,7 +16,7 @@ from lean_finetune.core.atomic_files import read_json, read_sealed
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice import estimate_run
 from lean_finetune.memory.advice.search_space import part_of_bucket
-from lean_finetune.memory.advice.switch import flags_of
+from lean_finetune.memory.switches.switch import flags_of
 from lean_finetune.plan.batch_plan import Plan, write_plan
 from stages.estimate import main
 from tests.conftest import ROOT

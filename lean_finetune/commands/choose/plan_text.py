@@ -13,11 +13,11 @@ from lean_finetune.commands.choose.sampled_rows import SampledRows
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import REFUSED, Fitting
 from lean_finetune.memory.advice.search_space import Candidate
-from lean_finetune.memory.advice.switch import SAME
-from lean_finetune.memory.advice.switches import SWITCHES
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP
 from lean_finetune.memory.choice.choose import BF16_UPDATES, Chosen, Lost, known_bytes, what_would_do
 from lean_finetune.memory.choice.fastest import FastestSets
+from lean_finetune.memory.switches.all_switches import SWITCHES
+from lean_finetune.memory.switches.switch import SAME
 from lean_finetune.plan.planner import few_steps_note, steps_of_epoch
 from lean_finetune.plan.step_tokens import StepTokens
 

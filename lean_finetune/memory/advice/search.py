@@ -21,9 +21,18 @@ from lean_finetune.core.progress import progress_bar
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search_space import Candidate, Space, switch_names
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import EFFECTS, LESS_DATA, SAME, Switch, flags_of, set_options
-from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
 from lean_finetune.memory.predict.peak import Prediction
+from lean_finetune.memory.switches.all_switches import SWITCHES
+from lean_finetune.memory.switches.switch import (
+    EFFECTS,
+    LESS_DATA,
+    SAME,
+    Switch,
+    different,
+    flags_of,
+    set_options,
+    setting_with,
+)
 from lean_finetune.memory.trace.memory_trace import Peak
 
 MOST_FOUND = 4

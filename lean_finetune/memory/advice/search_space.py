@@ -14,7 +14,9 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.full_rows import full_batch, in_stages, remade
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import (
+from lean_finetune.memory.predict.traced_step import TracedSteps, halved
+from lean_finetune.memory.switches.all_switches import SWITCHES
+from lean_finetune.memory.switches.switch import (
     EFFECTS,
     LESS_DATA,
     ROUNDED,
@@ -25,10 +27,10 @@ from lean_finetune.memory.advice.switch import (
     Support,
     Switch,
     Values,
+    different,
     flags_of,
+    setting_with,
 )
-from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
-from lean_finetune.memory.predict.traced_step import TracedSteps, halved
 from lean_finetune.model.beside.whole_config import refuse_parts
 from lean_finetune.model.model_config import refuse_packed_rows
 from lean_finetune.rows.attachment import measures_of

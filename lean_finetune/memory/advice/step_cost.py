@@ -15,7 +15,6 @@ from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.rule import OFF
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.switches import SWITCHES
 from lean_finetune.memory.predict.process_memory import disk_bytes, offloaded_state_bytes, processes_per_host
 from lean_finetune.memory.predict.state_formulas import (
     FP32_BYTES,
@@ -26,6 +25,7 @@ from lean_finetune.memory.predict.state_formulas import (
     state_lines,
     trained_values,
 )
+from lean_finetune.memory.switches.all_switches import SWITCHES
 from lean_finetune.memory.trace.memory_trace import GRADIENTS, WEIGHTS
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.model_config import largest_head_size, layer_settings, ties_embedding

@@ -16,9 +16,9 @@ from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Remedy, advise
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import EFFECTS, SAME
 from lean_finetune.memory.predict.first_step import FirstStep, first_step
 from lean_finetune.memory.predict.peak import Prediction, predict_with_events
+from lean_finetune.memory.switches.switch import EFFECTS, SAME
 from lean_finetune.model.allocator_settings import segments_from_environment
 from lean_finetune.step.batches import BatchShape
 

@@ -15,10 +15,10 @@ from lean_finetune.memory.advice.full_rows import full_batch, largest_steps
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search_space import part_of_bucket
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import Support, flags_of, set_options
-from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.traced_step import halved
+from lean_finetune.memory.switches.all_switches import SWITCHES
+from lean_finetune.memory.switches.switch import Support, different, flags_of, set_options, setting_with
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.beside.whole_config import refuse_parts
 from lean_finetune.model.model_config import max_positions, row_loop

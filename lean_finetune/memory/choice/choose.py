@@ -13,12 +13,12 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.search import Fitting
 from lean_finetune.memory.advice.search_space import Candidate
-from lean_finetune.memory.advice.switch import ROUNDED, UNCLIPPED
-from lean_finetune.memory.advice.switches import LIGHTER_METHODS
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP, generation, longest_fitting_row, smallest_gpu
 from lean_finetune.memory.choice.fastest import MOST_CHOICES, FastestSets
 from lean_finetune.memory.choice.plain_run import Start, plain_start
 from lean_finetune.memory.predict.assumed_rows import TEXT_ROWS, AssumedRows
+from lean_finetune.memory.switches.all_switches import LIGHTER_METHODS
+from lean_finetune.memory.switches.switch import ROUNDED, UNCLIPPED
 from lean_finetune.plan.optimizer_steps import RowIndex
 
 BEST: tuple[Method, ...] = ("full", "lora", "qlora")

@@ -12,9 +12,9 @@ from functools import partial
 from lean_finetune.memory.advice.search import FASTER, REFUSED, Fitting, Search
 from lean_finetune.memory.advice.search_space import Allowed, Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import SAME
 from lean_finetune.memory.advice.verdict import confirmed
 from lean_finetune.memory.choice.plain_run import Start
+from lean_finetune.memory.switches.switch import SAME
 
 MOST_CHOICES = 3
 MOST_TRACES = 24

@@ -16,10 +16,10 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.islands.objectives.registry import OBJECTIVES
 from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.switch import Values, flags_of
-from lean_finetune.memory.advice.switches import with_method
 from lean_finetune.memory.predict.assumed_images import REFUSALS
 from lean_finetune.memory.predict.layer_repetition import find_repetition, with_layers
+from lean_finetune.memory.switches.all_switches import with_method
+from lean_finetune.memory.switches.switch import Values, flags_of
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.model_config import max_positions, refuse_packed_rows

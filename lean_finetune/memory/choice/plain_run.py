@@ -20,10 +20,11 @@ from lean_finetune.memory.advice.full_rows import full_rows_run, remade
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search_space import Option
 from lean_finetune.memory.advice.step_cost import tokens_per_second
-from lean_finetune.memory.advice.switch import LOSS_CHUNK_TOKENS, SAME, flags_of
-from lean_finetune.memory.advice.switches import with_method
 from lean_finetune.memory.devices import precision_on
 from lean_finetune.memory.predict.assumed_rows import TEXT_ROWS, AssumedRows
+from lean_finetune.memory.switches.activations import LOSS_CHUNK_TOKENS
+from lean_finetune.memory.switches.all_switches import with_method
+from lean_finetune.memory.switches.switch import SAME, flags_of
 from lean_finetune.model.attention.kernels import FLASH_CAPABILITY
 from lean_finetune.model.beside.whole_config import is_whole
 from lean_finetune.model.model_config import refuse_packed_rows

@@ -12,10 +12,10 @@ from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import advise
 from lean_finetune.memory.advice.search_space import MICRO_BATCH, Candidate, Space, budgets_of
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import EFFECTS, OTHER_WEIGHTS, SMALLER_PARTS, Support
 from lean_finetune.memory.advice.what_fits import single_changes
 from lean_finetune.memory.predict.assumed_images import AssumedImages
 from lean_finetune.memory.predict.peak import Prediction
+from lean_finetune.memory.switches.switch import EFFECTS, OTHER_WEIGHTS, SMALLER_PARTS, Support
 from tests.memory.common import card_for, setting_of
 from tests.small_vision import vision_model
 

@@ -18,11 +18,18 @@ from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Confirm, Remedy, advise
 from lean_finetune.memory.advice.search_space import Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import EFFECTS, OTHER_WEIGHTS, ROUNDED, SAME, SMALLER_STEPS, UNCLIPPED
-from lean_finetune.memory.advice.switches import setting_with
 from lean_finetune.memory.advice.verdict import answer, predict_tiers
 from lean_finetune.memory.advice.what_fits import Largest, largest_fitting, longest_fitting_row, smallest_gpu
 from lean_finetune.memory.predict.peak import Prediction
+from lean_finetune.memory.switches.switch import (
+    EFFECTS,
+    OTHER_WEIGHTS,
+    ROUNDED,
+    SAME,
+    SMALLER_STEPS,
+    UNCLIPPED,
+    setting_with,
+)
 from lean_finetune.memory.trace.memory_trace import Peak
 from tests.conftest import ROOT
 from tests.memory.common import joined, shape

@@ -1,30 +1,19 @@
 """All memory switches.
 
-CONTRIBUTING.md says how to add one. Those of activations, logits and several GPUs are in `switch.py`. The table in
-docs/memory-switches.md, switches.csv and the advice of estimate and `lean-finetune fit` read this list.
+CONTRIBUTING.md says how to add one. Those of activations and logits, and of several GPUs, have modules of their own.
+The table in docs/memory-switches.md, switches.csv and the advice of estimate and `lean-finetune fit` read this list.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from operator import attrgetter
 
 from lean_finetune.config.field_types import Method, Precision
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.rule import OFF, Needs
 from lean_finetune.config.train_rules import TRAIN_RULES
 from lean_finetune.islands.tower import TOWER
-from lean_finetune.memory.advice.switch import (
-    ACTIVATION_SWITCHES,
-    EFFECTS,
-    OTHER_WEIGHTS,
-    PARALLEL_SWITCHES,
-    PLACES,
-    ROUNDED,
-    SAME,
-    Support,
-    Switch,
-    Values,
-)
+from lean_finetune.memory.switches.activations import ACTIVATION_SWITCHES
+from lean_finetune.memory.switches.several_gpus import PARALLEL_SWITCHES
+from lean_finetune.memory.switches.switch import EFFECTS, OTHER_WEIGHTS, PLACES, ROUNDED, SAME, Support, Switch, Values
 from lean_finetune.memory.trace.setting import Setting
 
 LIGHTER_METHODS: Mapping[Method, tuple[Method, ...]] = {
@@ -194,19 +183,6 @@ SWITCHES = [
         one_micro_batch=True,
     ),
 ]
-
-
-def different(setting: Setting, values: Values) -> Values:
-    """The values that differ from the values of a setting."""
-    return {key: value for key, value in values.items() if attrgetter(key)(setting) != value}
-
-
-def setting_with(setting: Setting, values: Values) -> Setting:
-    """The setting with other values of section `train`."""
-    train = setting.train
-    for key, value in values.items():
-        train = train.with_value(key.removeprefix("train."), value)
-    return replace(setting, train=train)
 
 
 def switch_table() -> str:

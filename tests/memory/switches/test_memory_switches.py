@@ -14,16 +14,17 @@ from lean_finetune.config.train_rules import TRAIN_RULES
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.search_space import Space
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import OTHER_WEIGHTS, Support, Switch, Values, flags_of
-from lean_finetune.memory.advice.switches import (
-    SWITCHES,
-    different,
-    setting_with,
-    switch_table,
-    with_method,
-    with_precision,
-)
 from lean_finetune.memory.advice.what_fits import single_changes
+from lean_finetune.memory.switches.all_switches import SWITCHES, switch_table, with_method, with_precision
+from lean_finetune.memory.switches.switch import (
+    OTHER_WEIGHTS,
+    Support,
+    Switch,
+    Values,
+    different,
+    flags_of,
+    setting_with,
+)
 from lean_finetune.memory.trace.setting import Setting
 from tests.conftest import ROOT
 from tests.memory.common import setting_of
