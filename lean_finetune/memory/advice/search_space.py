@@ -168,8 +168,13 @@ class Space:
         )
         # Updates in the backward pass need steps of one micro-batch.
         smaller = () if run.setting.train.optimizer_in_backward else budgets_of(run) if sizes is None else sizes
-        found = [smaller, *(self._possible(self._options_of(switch, support)) for switch in SWITCHES)]
-        self._options = [[unchanged, *(one for one in options if self.allows(one.flags))] for options in found]
+        found = [[*smaller], *([*self._options_of(switch, support)] for switch in SWITCHES)]
+        found = [[one for one in options if wanted(one.flags)] for options in found]
+        alone = [one for options in found for one in options if self._keeps_rules(one.flags)]
+        self._alone = {id(one) for one in alone}
+        """Identities of the options that the rules accept alone; the others need one of another switch beside them."""
+        tried = [[one for one in some if id(one) in self._alone or self._is_helped(one, alone)] for some in found]
+        self._options = [[unchanged, *self._possible(options)] for options in tried]
         self._apart = self._incompatible()
         self.unchanged = Candidate(options=(unchanged,) * len(found), run=run, slowdown=1.0)
 
@@ -192,15 +197,19 @@ class Space:
 
     def _incompatible(self) -> Mapping[int, frozenset[int]]:
         """By the identity of an option, the identities of those of earlier switches that it is not combined with."""
-        excluded = {frozenset((switch.name, name)) for switch in SWITCHES for name in switch.excludes}
         found: dict[int, set[int]] = {}
         for earlier, later in combinations(self._options, 2):
             for a, b in product(earlier[1:], later[1:]):
-                flags = _flags_of((a, b))
-                one_value = {*a.flags, *b.flags} == {*flags}
-                if {a.switch, b.switch} in excluded or not one_value or not self._keeps_rules(flags):
-                    found.setdefault(id(b), set()).add(id(a))
+                both = {id(a), id(b)} <= self._alone  # Of others, a third one may be what the rules ask for.
+                if not _are_apart(a, b) and (not both or self._keeps_rules(_flags_of((a, b)))):
+                    continue
+                found.setdefault(id(b), set()).add(id(a))
         return {one: frozenset(others) for one, others in found.items()}
+
+    def _is_helped(self, option: Option, others: Iterable[Option]) -> bool:
+        """Whether the rules accept an option beside one of the others."""
+        beside = (other for other in others if other.switch != option.switch and not _are_apart(option, other))
+        return any(self._keeps_rules(_flags_of((option, other))) for other in beside)
 
     def _fits_host(self, candidate: Candidate) -> bool:
         """Whether the host has memory for what is offloaded."""
@@ -211,8 +220,8 @@ class Space:
         """The options of a switch, each stronger than the one before."""
         run = self.run
         variants = (different(run.setting, variant) for variant in switch.lighter(run.setting, support))
-        kept = (values for values in variants if values and self._keeps_rules(flags_of(values)))
-        for number, values in enumerate(kept):
+        number = 0  # Of those that the rules accept alone: the others change no order.
+        for level, values in enumerate(filter(None, variants), 1):
             other_optimizer = switch.one_micro_batch and "train.optimizer" in values
             option = Option(
                 switch=switch.name,
@@ -224,16 +233,17 @@ class Space:
                     ROUNDED if other_optimizer else SAME,
                 ),
                 ease=switch.ease + number,
-                level=1 + number,
+                level=level,
                 run=run,
                 note=PAGED_NOTE if other_optimizer else "",
             )
-            if not switch.one_micro_batch:
+            if switch.one_micro_batch:
+                packed = [*_of_one_micro_batch(option)]
+                # Of a lighter variant the smallest steps: levels are one order.
+                yield from packed[-1:] if number else packed
+            else:
                 yield option
-                continue
-            packed = [*_of_one_micro_batch(option)]
-            # Of a lighter variant the smallest steps: levels are one order.
-            yield from packed[-1:] if number else packed
+            number += self._keeps_rules(option.flags)
 
     def _possible(self, options: Iterable[Option]) -> Iterator[Option]:
         """The options that this model supports."""
@@ -260,6 +270,13 @@ class Space:
             changed = replace(resized, setting=setting, micro_batches_per_step=micro_batches)
         work = math.prod(option.work for option in options)
         return Candidate(options=options, run=changed, slowdown=work * self.costs.slowdown(changed))
+
+
+def _are_apart(a: Option, b: Option) -> bool:
+    """Whether two options of different switches exclude each other, or set one parameter to different values."""
+    excludes = {switch.name: switch.excludes for switch in SWITCHES}
+    apart = b.switch in excludes.get(a.switch, ()) or a.switch in excludes.get(b.switch, ())
+    return apart or {*a.flags, *b.flags} != {*_flags_of((a, b))}
 
 
 def _flags_of(options: Iterable[Option]) -> tuple[str, ...]:

@@ -229,8 +229,9 @@ def step_seconds(run: Run, shapes: ModelShapes, speed: Speed, trained: int) -> d
     bandwidth = speed.bytes_per_second * BANDWIDTH_SHARE
     tokens, micro_batches = _tokens(run), max(1, round(run.micro_batches_per_step))
     recomputed = PASSES_FORWARD * _recomputed_share(train, text.num_hidden_layers)
+    tiled = 0.0 if train.sequence_tiles is None else PASSES_FORWARD * MLP_SHARE
     # Frozen weights get no gradient: backward multiplies by them once. Adapters are small beside them.
-    passes = PASSES_FORWARD + (PASSES_BACKWARD if train.method == "full" else 1) + recomputed
+    passes = PASSES_FORWARD + (PASSES_BACKWARD if train.method == "full" else 1) + recomputed + tiled
     # A token looks its input embedding up: no matmul.
     size = run.setting.layout.tensor
     parameters = shapes.active_values - (0 if ties_embedding(config) else text.vocab_size // size * text.hidden_size)
@@ -273,10 +274,8 @@ def pipeline_bytes(run: Run) -> int:
 
 
 def _recomputed_share(train: Train, layers: int) -> float:
-    """Share of a forward pass of so many layers that gradient checkpointing and tiles recompute."""
-    tiles = 0.0 if train.sequence_tiles is None else MLP_SHARE
-    recomputed = train.recomputed_share(layers)
-    return tiles + recomputed * (SELECTIVE_SHARE if train.grad_ckpt_policy == "selective" else 1.0)
+    """Share of a forward pass of so many layers that gradient checkpointing recomputes, attention too."""
+    return train.recomputed_share(layers) * (SELECTIVE_SHARE if train.grad_ckpt_policy == "selective" else 1.0)
 
 
 def _saved_values(run: Run) -> float:

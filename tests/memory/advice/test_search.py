@@ -178,6 +178,19 @@ def test_every_candidate_passes_the_rules_of_params(gpus, given):
         assert with_flags(p, line) != p
 
 
+def test_a_change_that_rules_refuse_alone_is_tried_beside_one_that_makes_it_legal():
+    """Rows cut shorter where 4-bit weights and recomputed layers fit, because 8-bit weights refuse one of the two."""
+    flags = ["data.max_length=256", "bucket.max_tokens=1024", "train.method=int8_lora", "train.grad_ckpt=false"]
+    p = with_flags(PARAMS, [*flags, "train.router_aux_loss=0.01"])
+    recomputed, in_4_bits = "train.grad_ckpt=true", "train.method=qlora"
+    assert not keeps_rules(p, [recomputed]) and keeps_rules(p, [recomputed, in_4_bits])
+    run = full_rows_run(p, CONFIG, H100)
+    space = Space(run, Costs(run))
+    lines = [one.flags for effect in range(len(EFFECTS)) for one in space.of_effect(effect)]
+    assert any({recomputed, in_4_bits} <= {*line} for line in lines)
+    assert all(keeps_rules(p, line) for line in lines)
+
+
 def test_overrides_that_params_refuse_are_recognized():
     """Advice that ends with an error of params.yaml, or changes that are never offered."""
     p = with_flags(PARAMS, ["data.max_length=256", "bucket.max_tokens=1024", "train.method=int8_lora"])

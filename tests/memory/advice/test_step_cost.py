@@ -73,6 +73,15 @@ def test_attention_grows_with_the_square_of_the_length():
     assert long == pytest.approx(2 * short)  # At the same number of tokens.
 
 
+def test_tiles_compute_mlps_again_and_attention_never():
+    """Tiles ranked behind checkpointing for long rows, whose attention it computes again."""
+    plain, tiled, recomputed = (
+        seconds(of_8b(longest=65_536, **one)) for one in ({}, {"sequence_tiles": 8}, CHECKPOINTED)
+    )
+    assert tiled["attention"] == plain["attention"] < recomputed["attention"]
+    assert plain["products"] < tiled["products"] < recomputed["products"]
+
+
 @pytest.mark.parametrize("gpu", ["T4", "A100-80GB", "RTX-4090", "H100"])
 def test_switches_rank_as_they_are_known_to(gpu):
     """A slower switch offered before a faster one, or a switch that costs nothing."""
