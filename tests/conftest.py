@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,34 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLIC_DATA = ROOT.parent / "shared" / "data"
 
 
+def pytest_collection() -> None:
+    """Collect no garbage while tests are imported: nothing is garbage, and looking for it takes seconds."""
+    gc.disable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest module, so that one worker runs it while another runs the rest."""
     items.sort(key=lambda item: "pipeline" not in item.path.parts)
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector skip what was imported: a collection takes 0.3 s otherwise, and tests make hundreds."""
+    """Let few collections start by themselves: one at the end of each test is enough."""
+    collect_and_freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """Free a test's cycles when it ends, and let collections of later tests skip what stays."""
+    try:
+        return (yield)
+    finally:
+        collect_and_freeze()
+
+
+def collect_and_freeze() -> None:
+    """Let the garbage collector skip what exists: a collection takes up to 2 s otherwise, and tests make thousands."""
     gc.collect()
     gc.freeze()
 
