@@ -2,11 +2,11 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, get_args
 
@@ -14,7 +14,7 @@ import click
 
 from cuda_memory.gpus import GPUS, gpu_names
 from cuda_memory.terminal import echo, echo_json, echo_text
-from cuda_memory.units import GIB, round_up
+from cuda_memory.units import GIB, labelled, round_up
 from cuda_memory.user_paths import PATH, shell_line
 from lean_finetune.commands.fit_apply import apply_offer, check_target
 from lean_finetune.commands.fit_images import NUMBER_IN_A_ROW, SIZE_OF_EACH, Images, asked_images, assumed_rows
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from lean_finetune.memory.advice.plan_memory import PlanMemory
     from lean_finetune.memory.advice.run import Run
     from lean_finetune.memory.predict.peak import Prediction
+
+    Predicted = tuple[Run, Prediction, PlanMemory | None, Staircase | None]
 
 MOST_TOKENS = 2**26
 """Tokens of a micro-batch: more than any GPU holds, and few enough to list their rows."""
@@ -63,6 +65,7 @@ MOST_TOKENS = 2**26
     type=PATH,
     help="A configuration of LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, ms-swift or Unsloth.",
 )
+@click.option("--keys", is_flag=True, help="With --from: what becomes of each key of the configuration here.")
 @SIZE_OF_EACH
 @NUMBER_IN_A_ROW
 @click.option("--lengths", help="The rows: a file of rows or of lengths, or p50=400,p99=3000,max=4096.")
@@ -88,6 +91,7 @@ def fit(
     sets: tuple[str, ...],
     params: Path | None,
     config: Path | None,
+    keys: bool,
     size: str | None,
     per_row: int | None,
     lengths: str | None,
@@ -107,6 +111,8 @@ def fit(
     if list_gpus:
         echo_text("\n".join(_known_gpus()))
         return
+    if keys and config is None:
+        raise UsageFault("--keys: shows what becomes of a configuration's keys; name it with --from")
     if offer is not None and (verdict_alone or as_json):
         raise UsageFault("--apply: prints what it changes; leave out --json and --verdict")
     values = {"model.name": model, "hardware.gpu": gpu, "train.method": method, "train.precision": precision}
@@ -117,12 +123,19 @@ def fit(
     with importing_without_compiler():  # Here: imports torch, which --help skips.
         from lean_finetune.commands.fit_text import fit_json, fit_lines, verdict_json, verdict_text
         from lean_finetune.commands.fit_tool import converted_json, tool_json, tool_lines
+        from lean_finetune.memory.advice.verdict import judge_run
 
     given = any(flag.startswith("data.max_length=") for flag in [*asked.of_config, *sets])
     shorten = asked.usual and length is None and not given
-    run, prediction, memory, stairs = _predicted(
-        p, sets, lengths, shown, shorten=shorten, usual=asked.usual and converted is None
+    predict = partial(
+        _predicted,
+        sets=sets,
+        lengths=lengths,
+        shown=shown,
+        shorten=shorten,
+        usual=asked.usual and converted is None,
     )
+    run, prediction, memory, stairs = predict(p) if converted is None else _of_config(predict, p, converted, flags)
     if verdict_alone:
         figures = (run, prediction, memory)
         if as_json:
@@ -134,7 +147,7 @@ def fit(
         for text in _applied(run, prediction, memory, offer, asked.file, flags):
             echo_text(text)
         return
-    run_of = partial(_converted_run, run, load_params(asked.file), flags)
+    run_of = partial(_converted_run, run, load_params(asked.file), flags, lengths is not None)
     if as_json:
         answer = fit_json(run, prediction, memory)
         answer["staircase"] = stairs and stairs.as_json()
@@ -151,8 +164,10 @@ def fit(
     lines = fit_lines(run, prediction, memory, source, command, option, of_tool=of_tools_step, stairs=stairs)
     of_tool: Iterable[str] = ()
     if converted is not None and config is not None:
-        as_tool = tool_lines(run, prediction.peak.bytes, converted, config, run_of)
-        lines, of_tool = chain(islice(lines, 1), as_tool, lines), ["", *converted.lines()]
+        here = judge_run(run, prediction, memory).state
+        as_tool = tool_lines(run, here, prediction.peak.bytes, converted, config, run_of)
+        shown_keys = converted.lines() if keys else [labelled("keys", converted.summary())]
+        lines, of_tool = chain(as_tool, [""], lines), ["", *shown_keys]
     for text in chain(lines, of_tool):
         echo_text(text)
     _end(run, prediction, memory)
@@ -221,8 +236,8 @@ def _asked_run(
 
 
 def _predicted(
-    p: Params, sets: Sequence[str], lengths: str | None, shown: Images | None, *, shorten: bool, usual: bool
-) -> "tuple[Run, Prediction, PlanMemory | None, Staircase | None]":
+    p: Params, *, sets: Sequence[str], lengths: str | None, shown: Images | None, shorten: bool, usual: bool
+) -> "Predicted":
     """The run, its peaks, what it reserves, and step by step with --lengths.
 
     `shorten`: the longest row decides data.max_length, up to the model's positions. `usual` as for `_length_flags`.
@@ -258,12 +273,45 @@ def _applied(
     yield from apply_offer(file, offer, offers_of(run, prediction, memory), flags)
 
 
-def _converted_run(run: "Run", p: Params, flags: Sequence[str], converted: "Converted") -> "Run":
-    """The run of another configuration of the same model and device, with the options of the command line."""
+def _converted_run(run: "Run", p: Params, flags: Sequence[str], of_lengths: bool, converted: "Converted") -> "Run":
+    """The run of another configuration of the same model and device, with the options of the command line.
+
+    Raises:
+        UserError: it is no run here, or has other micro-batches than those that were planned for --lengths.
+    """
+    from lean_finetune.commands.convert.suited import suit_to_model
     from lean_finetune.memory.advice.full_rows import remade
 
+    suit_to_model(converted, run.config)
     changed = remade(run, with_flags(p, [*converted.flags(), *flags]))
-    return replace(changed, steps=run.steps)  # Of --lengths, if it is given.
+    if not of_lengths:
+        return changed
+    if changed.bucket.max_tokens != run.bucket.max_tokens or changed.longest != run.longest:
+        raise UserError("bucket.max_tokens: --lengths plans the rows of one size of micro-batch; leave it out")
+    return replace(changed, steps=run.steps)
+
+
+def _of_config(
+    predict: "Callable[[Params], Predicted]", p: Params, converted: "Converted", others: Sequence[str]
+) -> "Predicted":
+    """The prediction for a configuration that is suited to its model; the command line's `others` stay."""
+    from lean_finetune.commands.convert.suited import pad_rows, suit_to_model
+    from lean_finetune.model.model_config import RowsSeeEachOther
+    from lean_finetune.run.assets import Assets
+
+    def changed(suit: Callable[[], None]) -> Params:
+        before = dict(converted.values)
+        suit()
+        new = [f"{key}={json.dumps(value)}" for key, value in converted.values.items() if before[key] != value]
+        return with_flags(p, [*new, *others]) if new else p
+
+    p = changed(lambda: suit_to_model(converted, Assets.named(p).config_to_predict(p.train)))
+    try:
+        return predict(p)
+    except RowsSeeEachOther:  # A trace shows it, and no config.json does.
+        if (padded := changed(lambda: pad_rows(converted))) == p:
+            raise
+        return predict(padded)
 
 
 def _end(run: "Run", prediction: "Prediction", memory: "PlanMemory | None") -> NoReturn:

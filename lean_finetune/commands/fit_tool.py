@@ -1,27 +1,32 @@
 """The answer of `lean-finetune fit --from` about the run as the other tool does it, as lines and as JSON."""
 
 import json
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
-from cuda_memory.units import labelled, readable_size
+from cuda_memory.units import COLUMNS, labelled, readable_size
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit_text import first_step_lines
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.as_tool import best_key, predict_as_tool
+from lean_finetune.memory.advice.as_tool import AsTool, predict_as_tool
 from lean_finetune.memory.advice.run import Run
+from lean_finetune.memory.choice.tool_changes import ToolOffer, ToolSearch, changes_of
+from lean_finetune.memory.switches.switch import EFFECTS
 from lean_finetune.memory.tool_step.deepspeed import read_deepspeed
-from lean_finetune.memory.tool_step.tools import SAVING_KEYS
 
 RunOf = Callable[[Converted], Run]
 """The run of a converted configuration, with the options of the command line."""
 
 
-def tool_lines(run: Run, here_bytes: int, converted: Converted, path: Path, run_of: RunOf) -> Iterator[str]:
-    """The run as the tool does it, phase by phase; why it differs from here; the key that saves most there."""
+def tool_lines(run: Run, here: str, here_bytes: int, converted: Converted, path: Path, run_of: RunOf) -> Iterator[str]:
+    """The run as the tool does it, phase by phase; why it is larger than here; what to change there, or to move here.
+
+    `here`: the verdict here, whose peak is `here_bytes`.
+    """
     try:
         found = predict_as_tool(run, converted.tool, _keys(converted, path))
     except UserError as error:
@@ -45,13 +50,29 @@ def tool_lines(run: Run, here_bytes: int, converted: Converted, path: Path, run_
         yield from first_step_lines(dying, run.device, dying.update)
     for number, cause in enumerate(found.causes()):
         yield labelled("  larger because of" if number == 0 else "", f"{readable_size(cause.bytes)}: {cause.what}")
-    if (best := best_key(found, _variants(path, converted, run_of))) is not None:
-        keys = ", ".join(f"{key}: {json.dumps(value)}" for key, value in best[0].items())
-        yield labelled("  best change there", f"{keys} → {readable_size(best[1].peak.bytes)}, {best[1].state}")
+    if found.state != "fits":
+        yield from _change_lines(_search(run, found, converted, path, run_of))
     saved = found.peak.bytes - here_bytes
     more = "less" if saved >= 0 else "more"
     difference = f"{readable_size(abs(saved))} {more} than in {converted.tool}"
-    yield labelled("as it would run here", f"needs {readable_size(here_bytes)}, {difference}")
+    yield labelled("as it would run here", f"{here}: needs {readable_size(here_bytes)}, {difference}")
+
+
+def _change_lines(search: ToolSearch) -> Iterator[str]:
+    """What to change in the tool's configuration for the run to fit, or what saves most there."""
+    offers = search.offers()
+    if offers:
+        yield labelled("what fits there", "the least harmful to learning first, then the fastest")
+    else:
+        nothing, best = "no combination of its keys that we know", search.best_alone()
+        yield labelled("what fits there", nothing if best is None else f"{nothing}; this saves most:")
+        offers = [] if best is None else [best]
+    for offer in offers:
+        keys = ", ".join(f"{key}: {json.dumps(value)}" for key, value in offer.keys.items())
+        yield textwrap.fill(keys, COLUMNS, initial_indent=" " * 2, subsequent_indent=" " * 5, break_on_hyphens=False)
+        peak = f"peak {readable_size(offer.found.peak.bytes)}, {offer.found.state}"
+        text = f"{peak}, about {offer.slowdown:.2f}x time per token; {EFFECTS[offer.effect]}"
+        yield textwrap.fill(text, COLUMNS, initial_indent=" " * 4, subsequent_indent=" " * 4)
 
 
 def tool_json(run: Run, converted: Converted, path: Path, run_of: RunOf) -> dict[str, Any]:
@@ -62,9 +83,11 @@ def tool_json(run: Run, converted: Converted, path: Path, run_of: RunOf) -> dict
         found = str(error)
     if isinstance(found, str):
         return {"not_known": found}
-    best = best_key(found, _variants(path, converted, run_of))
-    change = best and {"keys": best[0], "peak_bytes": best[1].peak.bytes, "verdict": best[1].state}
-    return {**found.as_json(), "one_change": change}
+    search = _search(run, found, converted, path, run_of)
+    best: ToolOffer | None = search.best_alone()
+    change = best and {"keys": best.keys, "peak_bytes": best.found.peak.bytes, "verdict": best.found.state}
+    offers = [] if found.state == "fits" else search.offers()
+    return {**found.as_json(), "one_change": change, "what_fits": [offer.as_json() for offer in offers]}
 
 
 def converted_json(converted: Converted) -> dict[str, Any]:
@@ -87,16 +110,18 @@ def _keys(converted: Converted, path: Path) -> Mapping[str, Any]:
     return {**keys, "deepspeed": inside} if inside else keys
 
 
-def _variants(
-    path: Path, converted: Converted, run_of: RunOf
-) -> Iterator[tuple[Mapping[str, Any], Run, str, Mapping[str, Any]]]:
-    """The configuration with each of the tool's saving keys that it does not have yet."""
+def _search(run: Run, found: AsTool, converted: Converted, path: Path, run_of: RunOf) -> ToolSearch:
+    """The search for changes of the configuration with which the run fits in the tool."""
     gpus = converted.values.get("hardware.num_gpus", 1)
-    for changes in SAVING_KEYS.get(converted.tool, ()):
-        if all(converted.keys.get(key) == value for key, value in changes.items()):
-            continue
-        try:
-            changed = read_config_of_tool(path, gpus, with_data=False, changes=changes)
-            yield changes, run_of(changed), changed.tool, _keys(changed, path)
-        except UserError:  # This configuration does not allow it.
-            continue
+    changes = changes_of(converted.tool, converted.keys, gpus)
+    return ToolSearch(run=run, found=found, changes=changes, variant=partial(_variant, path, gpus, run_of))
+
+
+def _variant(path: Path, gpus: int, run_of: RunOf, changes: Mapping[str, Any]) -> tuple[Run, str, Mapping[str, Any]]:
+    """The configuration with other values of some keys.
+
+    Raises:
+        UserError: the tool, or the run here, does not allow them.
+    """
+    changed = read_config_of_tool(path, gpus, with_data=False, changes=changes)
+    return run_of(changed), changed.tool, _keys(changed, path)

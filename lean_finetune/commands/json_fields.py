@@ -197,6 +197,18 @@ FIT = (
     Field("as_tool.one_change.keys", "object", "the tool's keys", is_open=True),
     Field("as_tool.one_change.peak_bytes", "integer"),
     Field("as_tool.one_change.verdict", "string"),
+    Field(
+        "as_tool.what_fits",
+        "array",
+        "its keys with which it fits there, best first; none if it fits",
+        only="predicted",
+    ),
+    Field("as_tool.what_fits[]", "object"),
+    Field("as_tool.what_fits[].keys", "object", "the tool's keys", is_open=True),
+    Field("as_tool.what_fits[].peak_bytes", "integer"),
+    Field("as_tool.what_fits[].verdict", "string"),
+    Field("as_tool.what_fits[].slowdown", "number", "time per token ÷ that of the configuration"),
+    Field("as_tool.what_fits[].effect", "string", "on training"),
 )
 
 PLAN = (

@@ -279,9 +279,13 @@ def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:
         )
 
 
-def rows_see_each_other(name: str) -> UserError:
+class RowsSeeEachOther(UserError):
+    """Packed rows of this family do."""
+
+
+def rows_see_each_other(name: str) -> RowsSeeEachOther:
     """The refusal of packed rows in a family."""
-    return UserError(f"bucket.mode: packed needs rows that do not see each other; in {name} they do; {UNPACKED}")
+    return RowsSeeEachOther(f"bucket.mode: packed needs rows that do not see each other; in {name} they do; {UNPACKED}")
 
 
 def tokens_seen_outside_attention(name: str) -> UserError:

@@ -121,10 +121,18 @@ def _of_tool(found: Answer, answer: Answer) -> Iterator[Html]:
     causes = [html("<li>{}: {}</li>", readable_size(each["bytes"]), str(each["what"])) for each in found["causes"]]
     if causes:
         yield html("<p>Larger there because of</p><ul>{}</ul>", joined(causes))
-    if (change := found["one_change"]) is not None:
-        keys = ", ".join(f"{key}: {value}" for key, value in change["keys"].items())
-        peak = readable_size(change["peak_bytes"])
-        yield html("<p>Best change there: {} → {}, {}.</p>", keys, peak, change["verdict"])
+    offers = [_tool_offer(each) for each in found["what_fits"]]
+    if offers:
+        yield html("<p>What fits there</p><ul>{}</ul>", joined(offers))
+    elif found["verdict"] != "fits" and (change := found["one_change"]) is not None:
+        yield html("<p>No keys of it make it fit. This saves most:</p><ul>{}</ul>", _tool_offer(change))
+
+
+def _tool_offer(offer: Answer) -> Html:
+    """Keys of a tool, and the peak with them."""
+    keys = ", ".join(f"{key}: {value}" for key, value in offer["keys"].items())
+    text = f"{readable_size(offer['peak_bytes'])}, {offer['verdict']}"
+    return html("<li>{} → {}{}</li>", keys, text, f"; {offer['effect']}" if "effect" in offer else "")
 
 
 def _converted(found: Answer) -> Iterator[Html]:

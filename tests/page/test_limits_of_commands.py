@@ -115,6 +115,7 @@ ANSWER = {
         "worst_phase": HOSTILE,
         "causes": [{"bytes": 3, "what": HOSTILE}],
         "one_change": {"keys": {HOSTILE: HOSTILE}, "peak_bytes": 1, "verdict": HOSTILE},
+        "what_fits": [{"keys": {HOSTILE: HOSTILE}, "peak_bytes": 1, "verdict": HOSTILE, "effect": HOSTILE}],
     },
 }
 

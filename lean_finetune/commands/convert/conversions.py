@@ -9,7 +9,7 @@ from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
-from cuda_memory.units import labelled, round_up
+from cuda_memory.units import counted, labelled, round_up
 from lean_finetune.commands.convert.layer_patterns import adapted_parts, is_pattern, names_of
 from lean_finetune.config.other_tools import Table, shared
 from lean_finetune.config.schema import Preference
@@ -57,17 +57,24 @@ class Converted:
         return [f"{key}={json.dumps(value, default=str)}" for key, value in self.values.items()]
 
     def lines(self) -> Iterator[str]:
-        """What became of each key, for people."""
+        """What became of each key, for people: first what means something else here."""
         yield f"from a configuration of {self.tool}"
+        for text in self.differs:
+            yield labelled("  different here", text)
+        if self.unknown:
+            yield labelled("  not known", f"{', '.join(self.unknown)} (no effect here)")
         for key, ours in self.used.items():
             value = json.dumps(self.values[ours], default=str) if ours in self.values else ""
             yield labelled("  used", f"{key} → {ours}{f'={value}' if value else ''}")
-        for text in self.differs:
-            yield labelled("  different here", text)
         for reason, keys in self.ignored.items():
             yield labelled("  ignored", f"{', '.join(keys)} ({reason})")
-        if self.unknown:
-            yield labelled("  not known", f"{', '.join(self.unknown)} (no effect here)")
+
+    def summary(self) -> str:
+        """How many keys mean the same here, and what does not, in one text."""
+        ignored = sum(map(len, self.ignored.values()))
+        unknown = f", not known: {', '.join(map(str, self.unknown))}" if self.unknown else ""
+        different = counted(len(self.differs), "difference")
+        return f"{len(self.used)} used, {different}, {ignored} without effect here{unknown}; --keys lists them"
 
 
 # Values of other tools in the types of our parameters.

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lean_finetune.config.rule import off_values
-from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.margins import MARGINS, Margin, State, judge_bytes
 from lean_finetune.memory.advice.plan_memory import replay
 from lean_finetune.memory.advice.run import Run
@@ -184,21 +183,3 @@ def _leaner(run: ToolRun) -> Iterator[tuple[str, ToolRun]]:
         train = run.train.model_copy(update={"grad_ckpt": True})
         why = "which LitGPT does not recompute on one GPU" if litgpt else "because gradient checkpointing is off"
         yield f"activations of all layers, {why}", replace(run, train=train)
-
-
-def best_key(
-    found: AsTool, variants: Iterator[tuple[Mapping[str, Any], Run, str, Keys]]
-) -> tuple[Mapping[str, Any], AsTool] | None:
-    """The keys of the tool's configuration that lower the peak most, with the prediction; None if none does.
-
-    `variants`: changed keys, and the run, the tool and the keys that follow from them.
-    """
-    best: tuple[Mapping[str, Any], AsTool] | None = None
-    for changes, run, tool, keys in variants:
-        try:
-            changed = predict_as_tool(run, tool, keys)
-        except UserError:
-            continue
-        if isinstance(changed, AsTool) and changed.peak.bytes < (best[1] if best else found).peak.bytes:
-            best = changes, changed
-    return best

@@ -291,7 +291,7 @@ class LitGptDecoder(nn.Module):
         rms = hasattr(config, "rms_norm_eps")
         self.last_norm = RmsNorm(C, dtype, zero_centred=zero_centred) if rms else nn.LayerNorm(C, dtype=dtype)
         head = _linear(C, config.vocab_size, dtype, train, bias=config.model_type == "phi", old_4bit=old_4bit)
-        adapts = train.adapted and "lm_head" in train.lora.targets
+        adapts = train.adapted and (step.adapted_head or "lm_head" in train.lora.targets)
         self.head = AdaptedLinear(head, C, config.vocab_size, dtype, train, adapts=adapts)
         rotated = int(_head_size(config) * _rotated_part(config))
         for name in ("cos", "sin"):

@@ -39,7 +39,7 @@ from lean_finetune.patches.of_traces import QUANT_STATE, SAME_STORAGE
 # backward all saved inputs exist still, and the gradient of every layer's input besides.
 
 Result = TypeVar("Result")
-ACCELERATED = ("TRL", "LLaMA-Factory", "Axolotl")
+ACCELERATED = ("TRL", "LLaMA-Factory", "Axolotl", "ms-swift")
 """Tools that share a run by accelerate."""
 OTHER_FSDP = ("shard_grad_op", "hybrid_shard", "no_shard", "offload auto_wrap", "full_shard offload")
 """Values of other strategies than full_shard, in what a configuration says of FSDP."""

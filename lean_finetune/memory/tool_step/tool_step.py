@@ -80,5 +80,7 @@ class ToolStep:
     """Attention gets a copy of keys and values for each head of queries."""
     offloaded: Literal["none", "decoder", "all"] = "none"
     """Saved tensors of the decoder alone, or of the loss too, move to host memory (torchtune's OffloadActivations)."""
+    adapted_head: bool = False
+    """The head has an adapter, also where it is the embedding in transformers: LitGPT keeps them apart."""
     stable_embedding: bool = False
     """LitGPT replaces the embedding of a 4-bit model by one of bitsandbytes that gets gradients nobody reads."""

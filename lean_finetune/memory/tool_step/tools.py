@@ -1,6 +1,6 @@
-"""The training steps of other tools, by the keys of their configurations, and the keys that save memory there.
+"""The training steps of other tools, by the keys of their configurations.
 
-Read in TRL 1.10, LLaMA-Factory, Axolotl, torchtune and LitGPT of mid-2026, with transformers 5 and peft 0.21.
+Read in TRL 1.10, LLaMA-Factory, Axolotl, torchtune, LitGPT and ms-swift of mid-2026, with transformers 5 and peft 0.21.
 """
 
 from collections.abc import Callable, Mapping
@@ -136,41 +136,40 @@ def _litgpt(keys: Keys, train: Train) -> ToolStep:
         adapters="16 bits",
         foreach_update=True,
         old_4bit=quantised,
+        adapted_head=bool(keys.get("lora_head")),
         stable_embedding=quantised,
     )
 
 
-STEPS: Mapping[str, Callable[[Keys, Train], ToolStep]] = {
+def _ms_swift(keys: Keys, train: Train) -> ToolStep | None:
+    """Weights have the type `torch_dtype`, adapters peft's; DDP alone recomputes without reentrance. ms-swift 4.6.
+
+    Logits are computed at trained positions: all of them, as rows count as full.
+    """
+    if keys.get("tuner_backend") == "unsloth" or train.context_parallel > 1:
+        return None
+    liger, reentrant = bool(keys.get("use_liger_kernel")), keys.get("gradient_checkpointing_kwargs.use_reentrant")
+    return ToolStep(
+        tool="ms-swift",
+        loss="liger" if liger else "logits",
+        outputs_in_fp32=True,
+        weights="fp32" if _type(keys, "torch_dtype") in FP32 else "16 bits",
+        adapters="16 bits" if keys.get("lora_dtype") in ("bfloat16", "float16") else "fp32",
+        foreach_update=_foreach(keys.get("optim")),
+        fused_layers=LIGER if liger else "none",
+        reentrant=train.sharding != "ddp" if reentrant is None else bool(reentrant),
+    )
+
+
+STEPS: Mapping[str, Callable[[Keys, Train], ToolStep | None]] = {
     "TRL": _trl,
     "LLaMA-Factory": _llama_factory,
     "Axolotl": _axolotl,
     "torchtune": _torchtune,
     "LitGPT": _litgpt,
+    "ms-swift": _ms_swift,
 }
 """By the name of the tool."""
-SAVING_KEYS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
-    "TRL": (
-        {"use_liger_kernel": True},
-        {"loss_type": "chunked_nll"},
-        {"dtype": "bfloat16"},
-        {"gradient_checkpointing": True},
-        {"optim": "adamw_8bit"},
-    ),
-    "LLaMA-Factory": (
-        {"enable_liger_kernel": True},
-        {"pure_bf16": True, "bf16": False},
-        {"disable_gradient_checkpointing": False},
-        {"optim": "adamw_8bit"},
-    ),
-    "Axolotl": (
-        {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"], "cut_cross_entropy": True},
-        {"gradient_checkpointing": True},
-        {"optimizer": "adamw_bnb_8bit"},
-    ),
-    "torchtune": ({"compile": True}, {"enable_activation_checkpointing": True}),
-    "LitGPT": ({"quantize": "bnb.nf4-dq"},),
-}
-"""Keys of each tool that can save memory without other rows in a step: each is tried alone."""
 
 
 def step_of(tool: str, keys: Keys, train: Train) -> ToolStep | None:
@@ -182,9 +181,9 @@ def step_of(tool: str, keys: Keys, train: Train) -> ToolStep | None:
         return describe(keys, train)
     table = next(one for one in tables() if one["tool"] == tool)
     loss = table["objectives"].get(train.objective, {}).get("loss")
-    if loss is None:
+    if loss is None or (step := describe(keys, train)) is None:
         return None
     # accelerate's tools keep a second model in full fine-tuning.
     of_reference: Literal["adapters off", "second model"] = "adapters off" if train.adapted else "second model"
     reference = of_reference if train.goal.has_reference else "none"
-    return replace(describe(keys, train), loss=loss, logits_measured=False, reference=reference)
+    return replace(step, loss=loss, logits_measured=False, reference=reference)

@@ -11,8 +11,9 @@ from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.memory.advice.as_tool import AsTool, predict_as_tool
 from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.advice.run import Run
+from lean_finetune.memory.choice.tool_changes import CHANGES, ROW_KEYS
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.tool_step.tools import SAVING_KEYS, STEPS, step_of
+from lean_finetune.memory.tool_step.tools import STEPS, step_of
 from tests.kit.specs import train_of
 
 LLAMA = LlamaConfig(
@@ -54,6 +55,18 @@ LINEAR_LOSS = {"loss._component_": "torchtune.modules.loss.LinearCrossEntropyLos
         ("torchtune", "full", {"enable_activation_offloading": True}, {"offloaded": "decoder"}),
         ("TRL", "full", {"activation_offloading": True}, {"offloaded": "all"}),
         ("Axolotl", "full", {"activation_offloading": "legacy"}, {"offloaded": "none"}),
+        (
+            "ms-swift",
+            "lora",
+            {"torch_dtype": "bfloat16"},
+            {"weights": "16 bits", "adapters": "fp32", "reentrant": True},
+        ),
+        (
+            "ms-swift",
+            "full",
+            {"use_liger_kernel": True, "optim": "adamw_torch"},
+            {"loss": "liger", "foreach_update": True},
+        ),
         ("LitGPT", "qlora", {"precision": "bf16-true"}, {"old_4bit": True, "decoder": "litgpt"}),
     ],
 )
@@ -64,7 +77,7 @@ def test_keys_decide_the_step(tool: str, method: Method, keys: dict[str, Any], e
 
 
 def test_every_described_tool_has_changes_to_try():
-    assert STEPS.keys() == SAVING_KEYS.keys()
+    assert STEPS.keys() == CHANGES.keys() == ROW_KEYS.keys()
 
 
 def run_of(**sets: object) -> Run:
