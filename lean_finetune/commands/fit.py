@@ -63,7 +63,7 @@ MOST_TOKENS = 2**26
     "--from",
     "config",
     type=PATH,
-    help="A configuration of LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, ms-swift or Unsloth.",
+    help="A configuration of LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, ms-swift or Unsloth, or their script.",
 )
 @click.option("--keys", is_flag=True, help="With --from: what becomes of each key of the configuration here.")
 @SIZE_OF_EACH

@@ -27,7 +27,8 @@ def import_config(config: Path, out: Path, gpus: int) -> None:
     """Write the params.yaml of another tool's run.
 
     CONFIG is a configuration of LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, Unsloth or ms-swift, whose shell script
-    may start `swift sft`. In a project, the comments of its params.yaml stay, and so does its section `run`.
+    may start `swift sft`, or a notebook or Python script of Unsloth or TRL. In a project, the comments of its
+    params.yaml stay, and so does its section `run`.
     """
     output_file(out, "--out")
     converted = read_config_of_tool(config, gpus)
@@ -74,7 +75,7 @@ def _template_file(converted: Converted, out: Path) -> Path | None:
 
 def _model_key(converted: Converted) -> str:
     """The tool's key for the model."""
-    [table] = [table for table in tables() if table["tool"] == converted.tool]
+    table = next(table for table in tables() if table["tool"] == converted.tool)
     return next(key for key, rule in table["keys"].items() if rule == "model.name")
 
 

@@ -113,8 +113,8 @@ def _check_types(value: Any) -> None:
         raise ValueError(f"values of YAML type {type(value).__name__} are not used here")
 
 
-def read_start(path: Path) -> bytes:
-    """The first `MOST_BYTES` + 1 bytes of a file, or of a pipe such as `<(…)`.
+def read_start(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """The first `most_bytes` + 1 bytes of a file, or of a pipe such as `<(…)`.
 
     Raises:
         OSError: it cannot be read, is a device, or is a pipe that nobody writes.
@@ -124,7 +124,7 @@ def read_start(path: Path) -> bytes:
         mode = os.fstat(handle).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
             raise OSError(errno.EINVAL, "is no file")
-        parts, room, end = list[bytes](), MOST_BYTES + 1, time.monotonic() + PIPE_SECONDS
+        parts, room, end = list[bytes](), most_bytes + 1, time.monotonic() + PIPE_SECONDS
         while room:
             part = file.read(room)  # None: the pipe is empty so far. Nothing: nobody writes, yet or any longer.
             if part:

@@ -47,7 +47,7 @@ def page() -> str:
         for key, rule in table["keys"].items():
             if ours := ours_of(rule):
                 found.setdefault(ours, {}).setdefault(table["tool"], []).append(f"`{key}`")
-    names = [table["tool"] for table in tables()]
+    names = list(dict.fromkeys(table["tool"] for table in tables()))
     lines = ["| here | " + " | ".join(names) + " |", "|---" * (1 + len(names)) + "|"]
     for ours in sorted(found):
         lines.append(f"| `{ours}` | " + " | ".join(", ".join(found[ours].get(name, [])) for name in names) + " |")

@@ -19,6 +19,8 @@ from lean_finetune.commands.convert.data_sets import (
 )
 from lean_finetune.commands.convert.images import combine_images
 from lean_finetune.commands.convert.objectives import combine_objective
+from lean_finetune.commands.convert.python_keys import keys_of_python
+from lean_finetune.commands.convert.python_script import MOST_NOTEBOOK_BYTES
 from lean_finetune.commands.convert.shell_script import Unresolved, commands_of
 from lean_finetune.commands.convert.table_rules import NO_DATA, Reading
 from lean_finetune.config.other_tools import Table, tables
@@ -26,7 +28,7 @@ from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.read_yaml import MOST_BYTES, NotYaml, parse_yaml, read_start, read_yaml
 from lean_finetune.islands.objectives.registry import OBJECTIVES, SFT
 
-SCRIPTS = (".sh", ".bash")
+SCRIPTS, PYTHON = (".sh", ".bash"), (".py", ".ipynb")
 BOOLEANS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 """Words that the other tools read as booleans: they read YAML 1.1."""
 NUMBER = re.compile(r"[+-]?\d{1,20}(\.\d{0,20})?([eE][+-]?\d{1,3})?")
@@ -38,11 +40,13 @@ def read_keys(path: Path, commands: Sequence[str]) -> tuple[dict[str, Any], str 
     """The values of a configuration by dotted key, without those left blank; and the command of a script.
 
     A shell script must have exactly one of `commands`, such as `swift sft`. Its flags are keys, and what is set before
-    it is below `ENV`.
+    it is below `ENV`. Of a Python script or a notebook, None stands for no limit.
 
     Raises:
         UserError: the file cannot be read, or has no keys.
     """
+    if path.suffix in PYTHON:
+        return keys_of_python(path, _text(path, MOST_NOTEBOOK_BYTES)), None
     content, command = _of_script(path, commands) if path.suffix in SCRIPTS else (_of_yaml(path), None)
     return {key: value for key, value in _flat(content) if value not in (None, "", [])}, command
 
@@ -64,17 +68,23 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _of_script(path: Path, commands: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """The flags of a script's command, and the command."""
+def _text(path: Path, most_bytes: int) -> str:
+    """The text of a script."""
     try:
-        text = read_start(path).decode("utf-8-sig")
+        text = read_start(path, most_bytes).decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: file does not exist; name a configuration of another tool") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path}: must be a shell script that can be read ({reason}); name another") from None
-    if len(text) > MOST_BYTES:
-        raise UserError(f"{path}: must have at most {MOST_BYTES} bytes; name another")
+        raise UserError(f"{path}: must be a script that can be read ({reason}); name another") from None
+    if len(text) > most_bytes:
+        raise UserError(f"{path}: must have at most {most_bytes} bytes; name another")
+    return text
+
+
+def _of_script(path: Path, commands: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """The flags of a script's command, and the command."""
+    text = _text(path, MOST_BYTES)
     found = [(name, one, place) for one in commands_of(text, path) for name, place in _starts(one.words, commands)]
     if len(found) != 1:
         names = " or ".join(f"`{command}`" for command in commands)
@@ -147,7 +157,7 @@ def _word(word: str) -> Any:
 
 READS_IMAGES = re.compile(
     r"(?i)(?<![a-z])(\d*vl\d*|vision|omni|mllm|multimodal|llava|pixtral|paligemma|smolvlm\d*|internvl\w*|minicpm-?[vo]|"
-    r"glm-?4[\d._]*v|ovis\d*|molmo\d*|mllama|voxtral|audio|asr|ocr\w*|image\w*|video\w*)(?![a-z])"
+    r"mllama|voxtral|audio|asr|ocr\w*|image\w*|video\w*)(?![a-z])"
 )
 """Parts of names of models, templates and data sets whose rows usually have more than text."""
 
@@ -168,6 +178,7 @@ def read_config_of_tool(
     of_this_command = {} if command is None else table["commands"][command]
     given = {**of_this_command, **given, **(changes or {})}
     defaults = {key: value for key, value in (table.get("defaults") or {}).items() if key not in given}
+    given = {key: value for key, value in given.items() if value is not None}
     if given.get("fp16") is True:
         defaults.pop("bf16", None)
     converted = Converted(tool=table["tool"], keys={**defaults, **given})
@@ -212,7 +223,7 @@ def _table_of(given: Mapping[str, Any], path: Path) -> Table:
     """The table of the tool with the most keys of the configuration, of those whose required keys it has."""
     found = [table for table in tables() if all(any(key in given for key in keys) for keys in table["known_by"])]
     if not found:
-        names = ", ".join(table["tool"] for table in tables())
+        names = ", ".join(dict.fromkeys(table["tool"] for table in tables()))
         keys = shortened(", ".join(list(given)[:5]))
         raise UserError(f"{path}: must be a training configuration of {names}; got keys {keys}; name another")
     return max(found, key=lambda table: sum(key in table["keys"] for key in given))
