@@ -27,8 +27,9 @@ from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.step_loss import TokenLoss
 from lean_finetune.train.checkpoint.checkpointer import CheckpointHooks
 from lean_finetune.train.checkpoint.training_state import TrainingRun
-from lean_finetune.train.job import Paths, TrainJob, make_job
+from lean_finetune.train.job import TrainJob
 from lean_finetune.train.loop import train
+from lean_finetune.train.make_job import Paths, make_job
 from lean_finetune.train.monitor.measured_peak import make_meter
 from stages.train import main as stage
 

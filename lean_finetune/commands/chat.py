@@ -125,6 +125,8 @@ def conversation_limit(
     Raises:
         UserError: --length is too long for the model or the memory.
     """
+    from lean_finetune.commands.tuned.answer_memory import longest_that_fits
+
     positions = tuned.positions
     if length is not None and positions is not None and length > positions:
         raise UsageFault(f"--length: the model reads at most {positions} tokens; got {length}; lower it")
@@ -137,7 +139,7 @@ def conversation_limit(
             f"{new_tokens}{beside}; lower it, or raise --length"
         )
     known = None if shown is None else shown.known
-    fits = tuned.longest_that_fits(wanted, new_tokens, least=least, shown=known)
+    fits = longest_that_fits(tuned, wanted, new_tokens, least=least, shown=known)
     if fits < wanted:
         note(f"note: {fits} of {wanted} tokens fit the free memory (predicted)")
     return fits

@@ -22,6 +22,7 @@ from lean_finetune.commands.fit_images import images_json, largest_lines, row_li
 from lean_finetune.config.rule import SWITCHED_OFF
 from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
+from lean_finetune.memory.advice.run_notes import layers_note, not_loaded, notes_of
 from lean_finetune.memory.advice.search import Remedy
 from lean_finetune.memory.advice.step_cost import device_step_seconds, tokens_per_second
 from lean_finetune.memory.advice.traffic import network_lines, traffic_of
@@ -151,7 +152,7 @@ def _run_lines(run: Run, prediction: Prediction) -> Iterator[str]:
     yield labelled("device", f"{run.device.name}: {readable_size(run.device.memory_bytes)}, less {less}")
     layers = run.config.get_text_config().num_hidden_layers
     yield labelled("model", f"{run.params.model.name}: {run.config.model_type}, {counted(layers, 'layer')}")
-    if (others := run.not_loaded) is not None:
+    if (others := not_loaded(run)) is not None:
         yield labelled("not loaded", others)
     adapters = f", rank {train.lora.rank}" if train.adapted else ""
     memory = f"grad_ckpt={str(train.grad_ckpt).lower()}, loss_chunk={train.loss_chunk or 'null'}"
@@ -189,7 +190,7 @@ def _run_lines(run: Run, prediction: Prediction) -> Iterator[str]:
         yield labelled("weights", f"{weights}; loading takes {readable_size(load_bytes)} at most")
     if (experts := run.experts) is not None:
         yield labelled("experts", experts)
-    for note in filter(None, (*run.notes(), run.layers_note(), loading_note(load_bytes, prediction.peak.bytes))):
+    for note in filter(None, (*notes_of(run), layers_note(run), loading_note(load_bytes, prediction.peak.bytes))):
         yield labelled("note", note)
 
 

@@ -114,12 +114,12 @@ def rows_at_once(
     Raises:
         DoesNotFit: not even one does.
     """
-    from lean_finetune.commands.tuned.tuned_model import free_bytes
+    from lean_finetune.commands.tuned.answer_memory import answer_bytes, free_bytes, longest_that_fits
 
     free, _ = free_bytes()
-    while rows > 1 and tuned.peak_bytes(rows=rows, tokens=tokens, new_tokens=new_tokens, shown=shown) > free:
+    while rows > 1 and answer_bytes(tuned, rows=rows, tokens=tokens, new_tokens=new_tokens, shown=shown) > free:
         rows //= 2
-    if rows == 1 and tuned.longest_that_fits(tokens, new_tokens, shown=shown) < tokens:
+    if rows == 1 and longest_that_fits(tuned, tokens, new_tokens, shown=shown) < tokens:
         raise DoesNotFit(
             f"--model: the longest prompt with its answer has {tokens} tokens, which do not fit the free memory "
             "(predicted); shorten it, lower --max-new-tokens, or store the base in fewer bits with --bits 4"

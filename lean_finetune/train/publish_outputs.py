@@ -36,8 +36,9 @@ from lean_finetune.pinning.locate import (
 from lean_finetune.pinning.read_locks import read_data_lock, read_model_lock, read_tokenizer_lock
 from lean_finetune.step.loss import causal_lm
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, CurveRow, curve_columns
-from lean_finetune.train.job import Paths, TrainJob, TrainResult
+from lean_finetune.train.job import TrainJob, TrainResult
 from lean_finetune.train.kept_step import kept_figures
+from lean_finetune.train.make_job import Paths
 from lean_finetune.train.monitor.growth_advice import growth_line
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks
 from lean_finetune.train.save_model import Base, save_tuned

@@ -39,7 +39,7 @@ from lean_finetune.train.checkpoint.scratch_dir import (
     read_values,
 )
 from lean_finetune.train.checkpoint.training_state import layout_of
-from lean_finetune.train.job import Paths, dotted
+from lean_finetune.train.make_job import Paths, dotted
 from lean_finetune.train.process.stop_signals import Stopped, StopRequest
 
 # Fingerprint of a run: everything that decides its result, by kind.

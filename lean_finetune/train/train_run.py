@@ -34,9 +34,10 @@ from lean_finetune.model.precision import precision_of, resolved
 from lean_finetune.train.callbacks.trackers import refuse_missing_trackers
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer, DiskSpace
 from lean_finetune.train.checkpoint.scratch_dir import CrashMarker, RunDirectory, crash_marker, scratch_root
-from lean_finetune.train.job import Paths, TrainJob, make_job, prepare_device, refuse_missing_inputs
+from lean_finetune.train.job import TrainJob
 from lean_finetune.train.kept_step import kept_lines
 from lean_finetune.train.loop import train
+from lean_finetune.train.make_job import Paths, make_job, prepare_device, refuse_missing_inputs
 from lean_finetune.train.monitor.measured_peak import largest_over_ranks, make_meter
 from lean_finetune.train.monitor.memory_monitor import SAVE, OomFailure
 from lean_finetune.train.monitor.out_of_memory import (

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lean_finetune.commands.chat import ChatSession, chat, conversation_limit
 from lean_finetune.commands.generate import generate
-from lean_finetune.commands.tuned import tuned_model
+from lean_finetune.commands.tuned import answer_memory, tuned_model
+from lean_finetune.commands.tuned.answer_memory import answer_bytes
 from lean_finetune.commands.tuned.chat_lines import ChatLines
 from lean_finetune.commands.tuned.conversation import Prompter
 from lean_finetune.core.errors import UserError
@@ -134,15 +135,15 @@ def test_a_full_model_chats_and_plain_prompts_are_completed(tmp_path: Path):
 def test_the_conversation_is_as_long_as_the_memory_allows(adapter: Path, monkeypatch: pytest.MonkeyPatch):
     """An out-of-memory error in the middle of a conversation, or a refusal where a shorter one fits."""
     tuned = tuned_model.find_tuned(adapter, "16")
-    some, full = (tuned.peak_bytes(rows=1, tokens=tokens, new_tokens=12) for tokens in (200, 500))
+    some, full = (answer_bytes(tuned, rows=1, tokens=tokens, new_tokens=12) for tokens in (200, 500))
     assert some < full
-    monkeypatch.setattr(tuned_model, "free_bytes", lambda: (some, "here"))
+    monkeypatch.setattr(answer_memory, "free_bytes", lambda: (some, "here"))
     shown = talk("Name a colour.\n", "--model", str(adapter), "--length", "500", *SHORT)
     limit = int(shown.stderr.split("note: ")[1].split(" of 500")[0])
-    assert 100 < limit < 300 and tuned.peak_bytes(rows=1, tokens=limit, new_tokens=12) <= some
+    assert 100 < limit < 300 and answer_bytes(tuned, rows=1, tokens=limit, new_tokens=12) <= some
     long = "word " * 300
     assert "note: this line has" in talk(f"{long}\n", "--model", str(adapter), "--length", "500", *SHORT).stderr
-    monkeypatch.setattr(tuned_model, "free_bytes", lambda: (1000, "here"))
+    monkeypatch.setattr(answer_memory, "free_bytes", lambda: (1000, "here"))
     assert "are free here; free memory, lower --length" in error(talk("", "--model", str(adapter), *SHORT), 3)
 
 
@@ -153,8 +154,8 @@ def test_the_longest_conversation_that_fits_takes_the_memory_that_is_predicted(
 ):
     """A limit that counts less than loading, the prompt and its answer take."""
     tuned, prompter = tuned_model.find_tuned(adapter, bits), Prompter(adapter)
-    room = tuned.peak_bytes(rows=1, tokens=400, new_tokens=12)
-    monkeypatch.setattr(tuned_model, "free_bytes", lambda: (room, "here"))
+    room = answer_bytes(tuned, rows=1, tokens=400, new_tokens=12)
+    monkeypatch.setattr(answer_memory, "free_bytes", lambda: (room, "here"))
     most = conversation_limit(tuned, 500, 12)
     line = "word"
     while len(prompter.of_messages([{"role": "user", "content": f"{line} word"}])) <= most - 12:

@@ -18,6 +18,7 @@ from lean_finetune.commands.chat import chat
 from lean_finetune.commands.export import export
 from lean_finetune.commands.generate import generate
 from lean_finetune.commands.tuned import tuned_model
+from lean_finetune.commands.tuned.answer_memory import answer_bytes
 from lean_finetune.commands.tuned.conversation import Prompter
 from lean_finetune.commands.tuned.prompt_images import shown_images
 from lean_finetune.images.processor import ImageProcessor
@@ -211,7 +212,7 @@ def test_the_memory_of_images_is_predicted(drawn: Path, tmp_path: Path):
     with shown_images(tuned, Prompter(drawn / "model"), [str(tmp_path / "large.png")]) as shown:
         assert shown is not None
         length = len(shown.ids([{"role": "user", "content": QUESTION}])) + NEW_TOKENS
-        predicted = shown.tuned.peak_bytes(rows=1, tokens=length, new_tokens=NEW_TOKENS, shown=shown.known)
+        predicted = answer_bytes(shown.tuned, rows=1, tokens=length, new_tokens=NEW_TOKENS, shown=shown.known)
         made = ImageProcessor(drawn / "model").arguments([[Image.open(tmp_path / "large.png")]])
     predicted -= made[
         "pixel_values"

@@ -17,7 +17,7 @@ from lean_finetune.distributed.launch import Node
 from lean_finetune.distributed.processes import World
 from lean_finetune.pinning.hub import list_files
 from lean_finetune.pinning.locate import TINY_DIRECTORY, model_directory, verify_files
-from lean_finetune.train.job import Paths, refuse_missing_inputs, remedies_of_node
+from lean_finetune.train.make_job import Paths, refuse_missing_inputs, remedies_of_node
 from tests.conftest import ROOT
 from tests.pinning.hub_server import serve, use_hub
 

@@ -22,7 +22,7 @@ from lean_finetune.step.run_checks import (
     refuse_non_finite,
 )
 from lean_finetune.train.heldout_loss import heldout_batches
-from lean_finetune.train.job import measured_steps
+from lean_finetune.train.make_job import measured_steps
 from lean_finetune.train.process.training_device import (
     check_device,
     check_host,

@@ -16,7 +16,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.code import PACKAGE, code_hashes
 from lean_finetune.plan.batch_plan import Plan, write_plan
 from lean_finetune.train import resume_run as module
-from lean_finetune.train.job import Paths
+from lean_finetune.train.make_job import Paths
 from lean_finetune.train.resume_run import refuse_different_runs, resumable_part, run_fingerprint, run_key
 from tests.conftest import ROOT
 from tests.memory.common import micro_batch

@@ -4,7 +4,7 @@ import pytest
 
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.locate import find_model
-from lean_finetune.train.job import usual_lr
+from lean_finetune.train.usual_lr import usual_lr
 from tests.small_model import spec_of
 
 

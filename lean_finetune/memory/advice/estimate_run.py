@@ -11,7 +11,9 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, seal_tables, write_csv, write_json, write_sealed
 from lean_finetune.islands.attachments import read_attached
 from lean_finetune.memory.advice.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
-from lean_finetune.memory.advice.run import Run, read_run
+from lean_finetune.memory.advice.planned_run import read_run
+from lean_finetune.memory.advice.run import Run
+from lean_finetune.memory.advice.run_notes import not_loaded, notes_of
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
 from lean_finetune.memory.advice.step_cost import duration_text
 from lean_finetune.memory.advice.traffic import traffic_of
@@ -113,9 +115,9 @@ def _echo_choices(run: Run) -> None:
     """Report the precision that `auto` chose, what is not loaded, and notes on kernels and the environment."""
     if run.params.train.precision == "auto":
         echo(f"train.precision: auto is {run.setting.train.precision}: {run.reasons['precision']}")
-    if (not_loaded := run.not_loaded) is not None:
-        echo(f"not loaded: {not_loaded}")
-    for note in run.notes():
+    if (left_out := not_loaded(run)) is not None:
+        echo(f"not loaded: {left_out}")
+    for note in notes_of(run):
         echo(f"note: {note}", err=True)
 
 
@@ -208,7 +210,7 @@ def _figures(
         "experts": run.experts,
         "fused_kernels": memory_note(run.params.train.fused_kernels),
         "linear_attention": run.linear_attention,
-        "not_loaded": run.not_loaded,
+        "not_loaded": not_loaded(run),
         "weights": format_text(run.config),
     }
     return {

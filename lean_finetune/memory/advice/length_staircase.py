@@ -20,11 +20,13 @@ import numpy as np
 from cuda_memory.units import counted
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.plan_memory import PlanMemory, Replay, replay, replay_steps, sample_micro_batches
-from lean_finetune.memory.advice.run import PlannedRows, Run
+from lean_finetune.memory.advice.planned_run import with_plan
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.predict.deep_events import NONE, StepEvents
 from lean_finetune.memory.predict.peak import Prediction, predict_with_events
 from lean_finetune.memory.predict.traced_step import UPDATE_PHASES, TracedSteps
 from lean_finetune.plan.optimizer_steps import RowIndex
+from lean_finetune.plan.planned_rows import PlannedRows
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.step.batches import BatchShape
 
@@ -58,7 +60,7 @@ def with_rows(run: Run, index: RowIndex) -> Run:
     index = index.shortened(run.params.data.max_length)
     settings = PlanSettings.from_params(run.params)
     planned = PlannedRows(plan=settings.plan(index), lengths=index.lengths, index=index, settings=settings)
-    return run.with_plan(planned)
+    return with_plan(run, planned)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

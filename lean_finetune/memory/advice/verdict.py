@@ -12,6 +12,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.full_rows import remade
 from lean_finetune.memory.advice.margins import Margin, State, Tier, judge_bytes, margin_of
 from lean_finetune.memory.advice.plan_memory import ALLOCATORS, PlanMemory, replay_steps
+from lean_finetune.memory.advice.planned_run import replanned
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Remedy, advise
 from lean_finetune.memory.advice.search_space import Candidate
@@ -289,7 +290,7 @@ def confirmed(run: Run, candidate: Candidate, traced_bytes: int) -> Prediction |
                 return None
             prediction, memory = predict_tiers(trial)
         else:
-            trial, memory = run.replanned(changed), None
+            trial, memory = replanned(run, changed), None
             prediction = trial.predict()
     except UserError:
         return None

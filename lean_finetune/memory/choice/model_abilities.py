@@ -16,6 +16,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.islands.objectives.registry import OBJECTIVES
 from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.advice.run import Run
+from lean_finetune.memory.advice.run_notes import layers_note, not_loaded
 from lean_finetune.memory.predict.assumed_images import REFUSALS
 from lean_finetune.memory.predict.layer_repetition import find_repetition, with_layers
 from lean_finetune.memory.switches.all_switches import with_method
@@ -65,14 +66,14 @@ def described(run: Run) -> Iterator[tuple[str, str]]:
     sizes = f"{model.num_parameters() / GIGA:.3g} B parameters in {text.num_hidden_layers} layers"
     positions = max_positions(config)
     yield "model", f"{config.model_type}, {sizes}" + (f", {positions:,} positions" if positions else "")
-    if run.not_loaded:
-        yield "rows of text", f"a run neither loads nor trains {run.not_loaded}"
+    if (others := not_loaded(run)) is not None:
+        yield "rows of text", f"a run neither loads nor trains {others}"
     yield "device", f"{run.device.name}, {run.setting.train.precision}"
     yield "attention", run.attention
     for what, kernels in (("experts", run.experts), ("recurrent", run.linear_attention)):
         if kernels is not None:
             yield what, kernels
-    if (note := run.layers_note()) is not None:
+    if (note := layers_note(run)) is not None:
         yield "adapters", note
 
 

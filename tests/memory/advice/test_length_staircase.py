@@ -14,6 +14,7 @@ from lean_finetune.memory.advice import length_staircase
 from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.length_staircase import Staircase, predict_staircase, with_rows
 from lean_finetune.memory.advice.plan_memory import ALLOCATORS, replay, sample_micro_batches
+from lean_finetune.memory.advice.planned_run import replanned
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.predict.deep_events import step_events
 from lean_finetune.step.batches import BatchShape
@@ -113,5 +114,5 @@ def test_advice_plans_the_rows_anew(tmp_path: Path):
     """Advice that looks for a file of rows which does not exist."""
     run = run_of(tmp_path, CASES["bucketed"])
     bucket = run.bucket.model_copy(update={"max_tokens": 1024})
-    changed = run.replanned(replace(run, bucket=bucket))
+    changed = replanned(run, replace(run, bucket=bucket))
     assert changed.planned is not None and changed.planned.plan.padded_tokens.max() <= 1024

@@ -10,11 +10,13 @@ import pytest
 from ruamel.yaml import YAML
 
 from lean_finetune.config.load import with_flags
-from lean_finetune.memory.advice.run import PlannedRows, Run
+from lean_finetune.memory.advice.planned_run import replanned, with_plan
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.verdict import confirmed
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.plan.optimizer_steps import read_index
+from lean_finetune.plan.planned_rows import PlannedRows
 from lean_finetune.plan.planner import PlanSettings
 from stages.bucket import main as bucket
 from stages.estimate import main as estimate
@@ -47,7 +49,7 @@ def planned_run(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **set
     flags = ["estimate.headroom_percent=0", "train.expandable_segments=false"]
     run = replace(run, params=with_flags(run.params, flags), device=card(memory_bytes, capability=(9, 0)))
     plan = settings.plan(read_index(index, (1.0,)))
-    return run.with_plan(PlannedRows(plan=plan, lengths=np.array(LENGTHS, np.int32), index=index, settings=settings))
+    return with_plan(run, PlannedRows(plan=plan, lengths=np.array(LENGTHS, np.int32), index=index, settings=settings))
 
 
 def peak_if_it_fits(run: Run, changed: Run) -> int | None:
@@ -64,9 +66,9 @@ def resized(run: Run, **sizes: int) -> Run:
 def test_a_smaller_budget_is_judged_by_the_plan_that_it_leads_to(index, tmp_path, monkeypatch, mode, changes):
     """Half of the worst micro-batch taken for the worst of the plan that stage bucket makes."""
     run = planned_run(index, memory_bytes=1, mode=mode)
-    replanned = run.replanned(resized(run, **changes)).planned
-    assert replanned is not None and run.planned is not None
-    found = replanned.plan
+    anew = replanned(run, resized(run, **changes)).planned
+    assert anew is not None and run.planned is not None
+    found = anew.plan
     monkeypatch.chdir(tmp_path)
     values = {
         f"bucket__{key}": value for key, value in {"mode": mode, "max_tokens": 1024, "fixed_rows": 4, **changes}.items()
@@ -85,8 +87,8 @@ def test_gpus_of_tensor_parallelism_train_the_same_rows(index):
     """A change judged by the plan of more ranks than it leaves."""
     run = planned_run(index, memory_bytes=2**30)
     changed = replace(run, setting=replace(run.setting.with_train(tensor_parallel=2), gpus=4))
-    replanned = run.replanned(changed).planned
-    assert replanned is not None and replanned.plan.ranks == 2
+    anew = replanned(run, changed).planned
+    assert anew is not None and anew.plan.ranks == 2
 
 
 def test_a_budget_below_the_longest_row_does_not_fit(index):

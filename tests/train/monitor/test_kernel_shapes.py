@@ -14,6 +14,7 @@ import torch
 from cuda_memory.growth import classify
 from cuda_memory.units import GIB, MIB
 from lean_finetune.core.atomic_files import write_csv
+from lean_finetune.memory.advice.run_notes import notes_of
 from lean_finetune.memory.devices import cpu_device
 from lean_finetune.train.callbacks.callback import CURVE_COLUMNS
 from lean_finetune.train.monitor.growth_advice import check_is_due, explained, growth_line
@@ -160,4 +161,4 @@ def test_a_prediction_says_that_it_does_not_count_kernels(device, precision, not
     """A container with room for the predicted tensors alone, killed after some steps."""
     run = workload(method="lora", precision=precision)
     run = replace(run, device=cpu_device(2**34) if device == "cpu" else run.device)
-    assert any("up to 1 GiB for kernels" in note for note in run.notes()) == noted
+    assert any("up to 1 GiB for kernels" in note for note in notes_of(run)) == noted
