@@ -20,8 +20,8 @@ class RowSums:
     """Log-probability of the answer, a sum over its trained tokens, or its score, fp32."""
     tokens: "Tensor"
     """Number of trained tokens, fp32."""
-    reference: "Tensor | None"
-    """`logps` under the reference model; None for objectives without one."""
+    reference: "Tensor"
+    """`logps` under the reference model; 0 for objectives without one."""
     better: "Tensor | None"
     """Whether the answer is to become more likely, by its label, bool; None for kinds of rows without labels."""
 

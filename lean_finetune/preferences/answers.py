@@ -31,19 +31,20 @@ class Answers(BatchPart):
     """Trained tokens of each row."""
     tokens_R: torch.Tensor
     """The same as fp32."""
-    reference_R: torch.Tensor | None
-    """fp32: log-probability of a row's trained tokens under the reference; None for objectives without one."""
+    reference_R: torch.Tensor
+    """fp32: log-probability of a row's trained tokens under the reference; 0 for objectives without one."""
     better_R: torch.Tensor | None = None
     """bool: the labels of rows; None for kinds of rows without labels."""
 
     @staticmethod
     def of(kind: RowKind, tokens: AnswerRows, rows: np.ndarray) -> "Answers":
         """Those of some rows."""
-        counts, reference, better = tokens.supervised[rows], tokens.column(REFERENCE), tokens.column(kind.label_column)
+        counts, better, logps = tokens.supervised[rows], tokens.column(kind.label_column), tokens.column(REFERENCE)
+        assert logps is not None, "rows without what `complete_rows` gives them"
         return Answers(
             counts=tuple(counts.tolist()),
             tokens_R=torch.from_numpy(counts.astype(np.float32)),
-            reference_R=None if reference is None else torch.from_numpy(reference[rows]),
+            reference_R=torch.from_numpy(logps[rows]),
             better_R=None if better is None else torch.from_numpy(better[rows]),
         )
 
@@ -61,33 +62,25 @@ class Answers(BatchPart):
 
     def to(self, device: torch.device | str) -> "Answers":
         """See the base class."""
-        pinned = self.tokens_R.is_pinned()
-
-        def moved(values_R: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values_R is None else values_R.to(device, non_blocking=pinned)
-
+        pinned, better_R = self.tokens_R.is_pinned(), self.better_R
         return replace(
             self,
             tokens_R=self.tokens_R.to(device, non_blocking=pinned),
-            reference_R=moved(self.reference_R),
-            better_R=moved(self.better_R),
+            reference_R=self.reference_R.to(device, non_blocking=pinned),
+            better_R=None if better_R is None else better_R.to(device, non_blocking=pinned),
         )
 
     def pinned(self) -> "Answers":
         """See the base class."""
-
-        def pinned(values_R: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values_R is None else values_R.pin_memory()
-
         return replace(
             self,
             tokens_R=self.tokens_R.pin_memory(),
-            reference_R=pinned(self.reference_R),
-            better_R=pinned(self.better_R),
+            reference_R=self.reference_R.pin_memory(),
+            better_R=None if self.better_R is None else self.better_R.pin_memory(),
         )
 
 
-NO_ANSWERS = Answers(counts=(), tokens_R=torch.empty(0), reference_R=None)
+NO_ANSWERS = Answers(counts=(), tokens_R=torch.empty(0), reference_R=torch.empty(0))
 """Of padding for a process without work."""
 
 

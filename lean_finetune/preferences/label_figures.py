@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from lean_finetune.objectives.objective import AnswerObjective, RowSums, StepTotals
-from lean_finetune.objectives.row_kind import REFERENCE
 from lean_finetune.preferences.pair_figures import BASE, RESULTS
 from lean_finetune.rows.held_out_answers import HeldoutAnswers, Losses
 
@@ -38,8 +37,7 @@ class HeldoutLabels(HeldoutAnswers):
 
         The reference is the model before training, and rewarded by its own log-probabilities: see `pair_scores`.
         """
-        better, worse, reference = len(self.better), len(self.worse), self.rows.column(REFERENCE)
-        assert reference is not None
+        better, worse, reference = len(self.better), len(self.worse), self.reference
         numbers = np.concatenate([self.labelled, self.labelled + 1])
         found = -np.concatenate([losses, other_losses])
         logps = reference[numbers].astype(np.float64) if is_reference else found

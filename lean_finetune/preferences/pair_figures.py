@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from lean_finetune.objectives.row_kind import REFERENCE
 from lean_finetune.preferences.objectives.pair_objectives import PairObjective, PairSums
 from lean_finetune.rows.held_out_answers import HeldoutAnswers, Losses
 
@@ -62,14 +61,15 @@ class HeldoutPairs(HeldoutAnswers):
 
     def rewards(self, chosen_logps: np.ndarray, rejected_logps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rewards of both answers of each pair (P,), from the log-probabilities of their tokens, summed (P,)."""
-        tokens, reference = self.rows.supervised, self.rows.column(REFERENCE)
-        of_reference = (None, None) if reference is None else (reference[self.better], reference[self.rejected])
-        columns = (chosen_logps, rejected_logps, tokens[self.better], tokens[self.rejected], *of_reference)
-        names = ("chosen", "rejected", "chosen_tokens", "rejected_tokens", "chosen_reference", "rejected_reference")
-        sums: dict[str, Any] = {
-            name: None if column is None else torch.from_numpy(column.astype(np.float64))
-            for name, column in zip(names, columns, strict=True)
+        columns = {
+            "chosen": chosen_logps,
+            "rejected": rejected_logps,
+            "chosen_tokens": self.rows.supervised[self.better],
+            "rejected_tokens": self.rows.supervised[self.rejected],
+            "chosen_reference": self.reference[self.better],
+            "rejected_reference": self.reference[self.rejected],
         }
+        sums = {name: torch.from_numpy(column.astype(np.float64)) for name, column in columns.items()}
         chosen, rejected = self.objective.rewards(PairSums(**sums), self.values)
         return chosen.numpy(), rejected.numpy()
 
@@ -107,10 +107,9 @@ def pair_scores(pairs: HeldoutPairs, losses: Losses) -> dict[str, PairScores]:
     found = {}
     for name, (chosen_losses, rejected_losses) in losses.items():
         logps = -chosen_losses, -rejected_losses
-        reference = pairs.rows.column(REFERENCE)
         rewarded = logps
-        if name == BASE and reference is not None:
-            rewarded = reference[pairs.better], reference[pairs.rejected]
+        if name == BASE and pairs.objective.has_reference:
+            rewarded = pairs.reference[pairs.better], pairs.reference[pairs.rejected]
         chosen, rejected = pairs.rewards(*rewarded)
         found[name] = PairScores(
             logp_chosen=logps[0], logp_rejected=logps[1], reward_chosen=chosen, reward_rejected=rejected

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
+from lean_finetune.objectives.row_kind import REFERENCE
+
 if TYPE_CHECKING:
     from lean_finetune.objectives.objective import Objective
 
@@ -15,7 +17,7 @@ Losses = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 class AnswerTokens(Protocol):
-    """Rows of tokens in files, with the log-probabilities of the reference if the objective has one."""
+    """Rows of tokens in files, with the log-probabilities of the reference."""
 
     supervised: np.ndarray
 
@@ -44,6 +46,13 @@ class HeldoutAnswers:
     objective: "Objective"
     values: Mapping[str, float]
     """Of the objective's parameters."""
+
+    @property
+    def reference(self) -> np.ndarray:
+        """Log-probabilities of all rows of tokens under the reference; 0 for objectives without one."""
+        logps = self.rows.column(REFERENCE)
+        assert logps is not None, "rows without what `complete_rows` gives them"
+        return logps
 
     @property
     def others(self) -> list[int]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Train
@@ -23,14 +24,14 @@ def complete_rows(
 ) -> None:
     """Give the rows of `tokens` what they need besides their files: the model's arguments, log-probabilities.
 
-    The log-probabilities are those of stage reference, for objectives that compare with it.
+    The log-probabilities are those of stage reference; of an objective without a reference, 0.
 
     Raises:
         UserError: the model's files do not make its arguments, or `reference` has no tables of these rows.
     """
     for rows in splits.values():
         rows.attached = tuple(one.for_model(assets.directory, config) for one in rows.attached)
-    if train.goal.has_reference:
-        of = identity(tokens, assets.lock, train)
-        for split, rows in splits.items():
-            rows.give(REFERENCE, read_table(reference / f"{split}.arrow", of, len(rows)))
+    of = identity(tokens, assets.lock, train) if train.goal.has_reference else None
+    for split, rows in splits.items():
+        without = np.zeros(len(rows), np.float32)
+        rows.give(REFERENCE, without if of is None else read_table(reference / f"{split}.arrow", of, len(rows)))

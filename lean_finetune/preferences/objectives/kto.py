@@ -56,7 +56,6 @@ class Kto(AnswerObjective):
 
     def of_untrained(self, rows: RowSums) -> "Tensor":
         """See the base class: the log-ratios of mismatched answers."""
-        assert rows.reference is not None, "the objective needs a reference"
         return rows.logps - rows.reference
 
     def of_step(self, mean: "Tensor") -> "Tensor":
@@ -77,7 +76,7 @@ class Kto(AnswerObjective):
         """See the base class."""
         import torch
 
-        assert rows.reference is not None and rows.better is not None
+        assert rows.better is not None, "the objective needs labels"
         rewards = values["beta"] * (rows.logps - rows.reference)
         sums = [(rewards * chosen).sum() for chosen in (rows.better, ~rows.better)]
         return torch.stack([*sums, rightness(self._advantage(rows, step, values)).sum()])
@@ -86,6 +85,6 @@ class Kto(AnswerObjective):
         """How far each log-ratio is on the right side of the divergence, times beta."""
         import torch
 
-        assert rows.reference is not None and rows.better is not None and step.untrained is not None
+        assert rows.better is not None and step.untrained is not None
         above = values["beta"] * (rows.logps - rows.reference - step.untrained)
         return torch.where(rows.better, above, -above)

@@ -41,21 +41,20 @@ class PairSums:
     chosen_tokens: "Tensor"
     """Number of trained tokens."""
     rejected_tokens: "Tensor"
-    chosen_reference: "Tensor | None"
-    """Sums under the reference model; None for objectives without one."""
-    rejected_reference: "Tensor | None"
+    chosen_reference: "Tensor"
+    """Sums under the reference model; 0 for objectives without one."""
+    rejected_reference: "Tensor"
 
     @classmethod
     def of(cls, rows: RowSums) -> "PairSums":
         """The sums of pairs: rows 0 and 1, 2 and 3, and so on."""
-        reference = rows.reference
         return cls(
             chosen=rows.logps[::2],
             rejected=rows.logps[1::2],
             chosen_tokens=rows.tokens[::2],
             rejected_tokens=rows.tokens[1::2],
-            chosen_reference=None if reference is None else reference[::2],
-            rejected_reference=None if reference is None else reference[1::2],
+            chosen_reference=rows.reference[::2],
+            rejected_reference=rows.reference[1::2],
         )
 
     @cached_property
@@ -71,13 +70,11 @@ class PairSums:
     @cached_property
     def chosen_ratio(self) -> "Tensor":
         """Log-probability of the chosen answer less that under the reference."""
-        assert self.chosen_reference is not None, "the objective needs a reference"
         return self.chosen - self.chosen_reference
 
     @cached_property
     def rejected_ratio(self) -> "Tensor":
         """Log-probability of the rejected answer less that under the reference."""
-        assert self.rejected_reference is not None, "the objective needs a reference"
         return self.rejected - self.rejected_reference
 
 
@@ -102,10 +99,7 @@ class PairObjective(AnswerObjective):
 
     def rewards(self, pairs: PairSums, values: Mapping[str, float]) -> tuple["Tensor", "Tensor"]:
         """Rewards of the chosen and of the rejected answers, fp32 (P,): what the figures call reward and margin."""
-        beta = values["beta"]
-        if self.has_reference:
-            return beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
-        return beta * pairs.chosen, beta * pairs.rejected
+        return values["beta"] * pairs.chosen_ratio, values["beta"] * pairs.rejected_ratio
 
     def step_loss(self, rows: RowSums, step: StepTotals, values: Mapping[str, float]) -> "Tensor":
         """See the base class."""
@@ -197,6 +191,10 @@ class Cpo(PairObjective):
     def losses(self, pairs: PairSums, values: Mapping[str, float]) -> "Tensor":
         """See the base class."""
         return smoothed_logistic(values["beta"] * (pairs.chosen - pairs.rejected), values["label_smoothing"])
+
+    def rewards(self, pairs: PairSums, values: Mapping[str, float]) -> tuple["Tensor", "Tensor"]:
+        """See the base class; without a reference."""
+        return values["beta"] * pairs.chosen, values["beta"] * pairs.rejected
 
 
 class Orpo(PairObjective):
