@@ -26,8 +26,6 @@ OFF: Mapping[str, Any] = {
     **dict.fromkeys(("train.lora.modules_to_save", "train.lora.trainable_tokens"), []),
 }
 """The value of a parameter where it has no effect, or must have none: the one place of these values."""
-WITHOUT_LOGITS: Mapping[str, Any] = {"train.loss_chunk": None, "evaluate.generate_rows": 0}
-"""Those of parameters on logits and on generated text, which a reward model does not have."""
 
 
 @dataclass(frozen=True)

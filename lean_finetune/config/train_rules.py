@@ -6,7 +6,7 @@ from operator import attrgetter
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.field_types import ALL_LINEAR
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
-from lean_finetune.config.rule import WITHOUT_LOGITS, Rule, needs
+from lean_finetune.config.rule import Rule, needs
 from lean_finetune.config.schema import Params, Preference
 from lean_finetune.islands.objectives.registry import OBJECTIVES
 
@@ -219,13 +219,13 @@ def _preferences_exclude(key: str, broken: Callable[[Params], bool], reason: str
 
 def _set_without_logits(params: Params) -> list[str]:
     """Settings of logits and of generated text that are on."""
-    return [name for name, off in WITHOUT_LOGITS.items() if attrgetter(name)(params) != off]
+    return [name for name, off in params.train.goal.off.items() if attrgetter(name)(params) != off]
 
 
 def _without_logits_message(params: Params) -> str:
-    names = _set_without_logits(params)
+    names, off = _set_without_logits(params), params.train.goal.off
     got = " and ".join(f"{name}={attrgetter(name)(params)}" for name in names)
-    remedy = " and ".join(f"{name}={'null' if (off := WITHOUT_LOGITS[name]) is None else off}" for name in names)
+    remedy = " and ".join(f"{name}={'null' if off[name] is None else off[name]}" for name in names)
     return f"a reward model has no logits and writes no text; got reward with {got}; set {remedy}"
 
 
@@ -264,7 +264,7 @@ PREFERENCE_RULES = [
         "was not tried with preferences",
         "set it to 1",
     ),
-    Rule("train.objective", lambda p: p.train.scores and bool(_set_without_logits(p)), _without_logits_message),
+    Rule("train.objective", lambda p: bool(_set_without_logits(p)), _without_logits_message),
     _scores_exclude(
         "train.router_aux_loss",
         lambda p: p.train.router_aux_loss > 0.0,

@@ -114,7 +114,7 @@ def evaluate_models(
         def load(one: Assets, stored: BaseWeights = weights) -> Any:
             config = read_config(one.directory, scores=scored, whole=whole)
             attention = generation_attention(config)
-            return one.load(config, stored, device, attention, seed=seed if scored else None)
+            return one.load(config, stored, device, attention, seed=seed)
 
         for name, model in _models(assets, tuned, load, weights, merged):
             loss_title, answers_title = (f"{name} {what}" if progress else None for what in ("loss", "answers"))

@@ -93,7 +93,7 @@ def load_model(
     """
     refuse_other_method(config, train)
     attention = training_attention(config, train.attention)
-    model = load_base(directory, config, train, device, attention, seed=seed if train.scores else None)
+    model = load_base(directory, config, train, device, attention, seed=seed)
     freeze_parts(model, train)
     adapted: nn.Module = model
     if train.adapted:
@@ -160,7 +160,7 @@ def load_base(
                 f"model.name: {directory}: {len(info[fault])} {fault.replace('_', ' ')}, "
                 f"first {_first_name(info[fault])}; the weights do not belong to config.json"
             )
-    if (unread := info["unexpected_keys"]) and seed is None:  # A reward model has no head of a language model.
+    if (unread := info["unexpected_keys"]) and not hasattr(model, SCORE):  # It has no head of a language model.
         LOG.warning(f"{directory}: {len(unread)} weights are not part of the model, first {_first_name(unread)}")
     refuse_other_heads(model)
     register_scales(model)

@@ -77,6 +77,12 @@ class Objective:
     """The parameters of train.preference that it reads, with their values where params.yaml leaves them blank."""
     parameters: ClassVar[Mapping[str, LossParameter]] = MappingProxyType({})
     """What it adds to the keys of train.preference. Objectives may share one."""
+    off: ClassVar[Mapping[str, object]] = MappingProxyType({})
+    """Parameters of logits and of generated text, with the values that they must have where there are none."""
+    lr_share: ClassVar[float] = 1.0
+    """Usual learning rate, as a share of the one of supervised fine-tuning."""
+    figure_name: ClassVar[str] = ""
+    """Of `AnswerObjective.of_step` in the curves; blank without it."""
 
     @property
     def compares(self) -> bool:
@@ -103,8 +109,9 @@ class AnswerObjective(Objective, ABC):
     """
 
     judges: ClassVar[Judged] = "answers"
-    figure_name: ClassVar[str] = ""
-    """Of `of_step` in the curves; blank without it."""
+    lr_share: ClassVar[float] = 1 / 40
+    """5e-6 for adapters and 5e-7 for all weights at 7 B, as in the recipes of Zephyr (Tunstall et al. 2023, arXiv
+    2310.16944) and Tülu 3 (Lambert et al. 2024)."""
 
     def of_untrained(self, rows: RowSums) -> "Tensor":
         """A figure of each row of tokens that is not trained, fp32 (R,).

@@ -20,10 +20,6 @@ Adapters from 7 B: Dettmers et al. 2023 (arXiv 2305.14314, table 9: 2e-4 at 7 B 
 weights: 2e-5 at 7 B (Alpaca, 2023), 5e-6 at 8 B and 2e-6 at 70 B (Lambert et al. 2024, arXiv 2411.15124), and between.
 The first line is what suits the shipped model."""
 
-PREFERENCE_LR_SHARE = 1 / 40
-"""Share of these rates for objectives of preferences: 5e-6 for adapters and 5e-7 for all weights at 7 B, as in
-the recipes of Zephyr (Tunstall et al. 2023, arXiv 2310.16944) and Tülu 3 (Lambert et al. 2024)."""
-
 
 def usual_lr(config: PretrainedConfig, train: Train) -> tuple[float, str]:
     """The learning rate for a model and a method, and the reason."""
@@ -31,9 +27,8 @@ def usual_lr(config: PretrainedConfig, train: Train) -> tuple[float, str]:
     _, adapters, all_weights = next(line for line in USUAL_LRS if parameters < line[0])
     trained, lr = ("adapters on", adapters) if train.adapted else ("all weights of", all_weights)
     size = f"{significant(parameters / 1e9, 3)} B" if parameters >= 1e9 else f"{significant(parameters / 1e6, 3)} M"
-    if train.goal.compares:
-        return lr * PREFERENCE_LR_SHARE, f"usual for {train.objective} of {trained} {size} parameters"
-    return lr, f"usual for {trained} {size} parameters"
+    objective = f"{train.objective} of " if train.goal.compares else ""
+    return lr * train.goal.lr_share, f"usual for {objective}{trained} {size} parameters"
 
 
 def lr_of(train: Train, config: PretrainedConfig) -> tuple[float, str | None]:

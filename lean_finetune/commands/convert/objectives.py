@@ -7,7 +7,6 @@ from typing import Any
 
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.config.other_tools import Table, of_objectives
-from lean_finetune.config.rule import WITHOUT_LOGITS
 from lean_finetune.core.errors import UserError
 from lean_finetune.islands.objectives.registry import OBJECTIVES, SFT
 
@@ -45,11 +44,9 @@ def combine_objective(facts: Mapping[str, Any], converted: Converted, table: Tab
         unread = {key for key in converted.used if _is_loss_of_pairs(table, key)}
         _ignore(unread, converted, f"not read by objective {name}")
         return
-    values["train.objective"] = name
-    if objective.scored:
-        values |= WITHOUT_LOGITS
-        if copies := values.get("train.lora.modules_to_save"):  # The head is trained in full anyway.
-            values["train.lora.modules_to_save"] = [name for name in copies if name not in HEADS]
+    values |= {"train.objective": name, **objective.off}
+    if objective.scored and (copies := values.get("train.lora.modules_to_save")):  # The head is trained in full anyway.
+        values["train.lora.modules_to_save"] = [name for name in copies if name not in HEADS]
     _leave_out({"data.train_on"}, converted, "of a pair, the answers are trained")
     if values.get("train.lora.dropout"):
         values["train.lora.dropout"] = 0.0

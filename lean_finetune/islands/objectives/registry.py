@@ -5,7 +5,7 @@ Apart from the other lists, because params.yaml is read by it. So the modules of
 
 from collections.abc import Mapping
 
-from lean_finetune.objectives.objective import AnswerObjective, Objective, Sft
+from lean_finetune.objectives.objective import Objective, Sft
 from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.preferences.objectives.kto import Kto
 from lean_finetune.preferences.objectives.pair_objectives import Cpo, Dpo, Ipo, Orpo, Reward, Simpo
@@ -15,9 +15,7 @@ OBJECTIVES: dict[str, Objective] = {kind.name: kind() for kind in _ALL}
 """By name."""
 LOSS_PARAMETERS = {name: one for objective in OBJECTIVES.values() for name, one in objective.parameters.items()}
 """The keys of train.preference."""
-OWN_FIGURES = tuple(
-    one.figure_name for one in OBJECTIVES.values() if isinstance(one, AnswerObjective) and one.figure_name
-)
+OWN_FIGURES = tuple(one.figure_name for one in OBJECTIVES.values() if one.figure_name)
 """Names of the figures of a step that single objectives have."""
 KINDS: Mapping[str, RowKind] = {one.kind.name: one.kind for one in OBJECTIVES.values()}
 """What rows are for these objectives, by name."""

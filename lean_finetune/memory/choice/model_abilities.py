@@ -10,7 +10,6 @@ from transformers import PretrainedConfig
 from cuda_memory.gpus import GIGA, Device
 from lean_finetune.config.field_types import Method
 from lean_finetune.config.load import with_flags
-from lean_finetune.config.rule import WITHOUT_LOGITS
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.islands.objectives.registry import OBJECTIVES
@@ -91,10 +90,7 @@ def abilities(p: Params, config: PretrainedConfig, device: Device) -> Iterator[A
     def trials(variants: Mapping[str, Values]) -> dict[str, Callable[[], object]]:
         return {name: partial(_train, p, small, device, {**method, **values}) for name, values in variants.items()}
 
-    objectives = {
-        name: {"train.objective": name, **(WITHOUT_LOGITS if objective.scored else {})}
-        for name, objective in OBJECTIVES.items()
-    }
+    objectives = {name: {"train.objective": name, **objective.off} for name, objective in OBJECTIVES.items()}
     yield _tried("objectives", trials(objectives))
     packed = {**method, "bucket.mode": "packed"}
     rows: dict[str, Callable[[], object]] = {

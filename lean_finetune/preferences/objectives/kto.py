@@ -7,9 +7,26 @@ from lean_finetune.objectives.objective import BETA, AnswerObjective, LossParame
 from lean_finetune.objectives.row_kind import KindWords, RowKind
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
-LABELLED = RowKind(
+
+class RatedRows(RowKind):
+    """Rows of one answer each, with a label."""
+
+    def is_balanced(self, good: int, bad: int) -> bool:
+        """See the base class."""
+        return bad <= good <= 4 / 3 * bad
+
+    def is_better(self, rows: "np.ndarray", labels: "np.ndarray | None") -> "np.ndarray":
+        """See the base class: by the labels."""
+        if not len(rows):
+            return super().is_better(rows, labels)
+        assert labels is not None, "the tokens have no labels"
+        return labels[rows]
+
+
+LABELLED = RatedRows(
     name="labelled",
     objective="kto",
     text="rows of one answer with a label",

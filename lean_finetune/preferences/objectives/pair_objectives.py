@@ -234,6 +234,7 @@ class Reward(PairObjective):
 
     name = "reward"
     judges = "scores"
+    off = {"train.loss_chunk": None, "evaluate.generate_rows": 0}  # It has no logits, and writes no text.
 
     def losses(self, pairs: PairSums, values: Mapping[str, float]) -> "Tensor":
         """See the base class."""
