@@ -31,7 +31,6 @@ NAME_ISLANDS = [
     "memory/choice/largest_image",
     "memory/predict/assumed_images",
     "memory/trace/known_images",
-    "step/step_loss",
 ]
 """Modules outside of islands that import one. None is added: what they need becomes a method of the attachment."""
 CODE = ("cuda_memory", PACKAGE, "stages", "benchmarks", "tests/kit")

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from lean_finetune.objectives.row_kind import RowKind
-from lean_finetune.preferences.answers import AnswerRows, Answers
+from lean_finetune.rows.answers import AnswerRows, Answers
 from lean_finetune.rows.batch_part import BatchPart
 
 

@@ -174,6 +174,10 @@ class Attachment(ABC):
         """
         return {}
 
+    def loss_scale(self, rows: np.ndarray, supervised: np.ndarray) -> float:
+        """The factor of the loss of a step's rows; `supervised` are the trained tokens of every row of the split."""
+        return 1.0
+
     @property
     def together(self) -> bool:
         """Whether a process without it runs parts of the model for it while others do."""

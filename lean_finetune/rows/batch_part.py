@@ -1,7 +1,7 @@
 """What a batch has of an attachment, as tensors for the model or for the objective."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -24,6 +24,11 @@ class BatchPart(ABC):
         return None
 
     @property
+    def token_weights_N(self) -> torch.Tensor | None:
+        """A weight for each of N trained tokens, fp32, in the order of `Batch.supervised_index_N`; None without any."""
+        return None
+
+    @property
     def arguments(self) -> Mapping[str, torch.Tensor]:
         """Arguments of the complete model without its head; without any in a batch, the decoder alone is called."""
         return {}
@@ -36,3 +41,8 @@ class BatchPart(ABC):
     def inputs(self, lm: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The decoder's `inputs`, changed by what passes through other parts of the model."""
         return inputs
+
+
+def weights_of(parts: Iterable[BatchPart]) -> torch.Tensor | None:
+    """The weights of trained tokens, fp32 (N,); None if each has weight 1."""
+    return next((found for part in parts if (found := part.token_weights_N) is not None), None)

@@ -3,6 +3,7 @@
 Shapes: R rows of a micro-batch (of pairs: chosen, rejected, chosen, …), N trained tokens.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -14,14 +15,13 @@ from transformers import PreTrainedModel
 from lean_finetune.config.schema import Train
 from lean_finetune.islands.objectives.registry import OWN_FIGURES
 from lean_finetune.objectives.objective import AnswerObjective, Judged, Objective, RowSums, StepTotals
-from lean_finetune.preferences.answers import Answers, answers_of
+from lean_finetune.rows.answers import Answers, answers_of
+from lean_finetune.rows.batch_part import weights_of
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.head_loss import TokenRule
 from lean_finetune.step.loss import cross_entropy, head_scores, token_losses
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.token_rows import TokenRows
-from lean_finetune.weights.attachment import weight_scale
-from lean_finetune.weights.weight_part import weights_of
 
 FIGURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", *OWN_FIGURES)
 """Figures of a step: the mean rewards of the better and of the worse answers, their difference, the share of rows that
@@ -42,7 +42,7 @@ class StepGoal:
     supervised_tokens: int = 1
     """Tokens of the step that are predicted and trained: the loss of tokens is divided by them."""
     weight_scale: float = 1.0
-    """Factor of the weights of its rows (see `weight_scale`)."""
+    """Factor of the weights of its rows (see `Attachment.loss_scale`)."""
 
     @classmethod
     def of(cls, train: Train, tokens: TokenRows, rows: np.ndarray, supervised_tokens: int = 1) -> "StepGoal":
@@ -60,7 +60,7 @@ class StepGoal:
             values=values,
             totals=totals,
             supervised_tokens=supervised_tokens,
-            weight_scale=weight_scale(tokens.attached, rows, tokens.supervised),
+            weight_scale=math.prod(one.loss_scale(rows, tokens.supervised) for one in tokens.attached),
         )
 
     @classmethod

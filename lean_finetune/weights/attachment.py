@@ -1,6 +1,6 @@
 """The weights of training rows, as a plan and a training step see them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -96,14 +96,7 @@ class WeightAttachment(Attachment):
         """See the base class."""
         return replace(self, weights=np.append(self.weights, other.weights[row]))
 
-
-def weight_scale(attached: Iterable[Attachment], rows: np.ndarray, supervised: np.ndarray) -> float:
-    """Return the factor that makes the mean weight over the trained tokens of a step 1.
-
-    `supervised` are the trained tokens of every row of the split. 1 for rows without weights.
-    """
-    for one in attached:
-        if isinstance(one, WeightAttachment):
-            tokens = supervised[rows].astype(np.float64)
-            return float(tokens.sum() / (tokens @ one.weights[rows].astype(np.float64)))
-    return 1.0
+    def loss_scale(self, rows: np.ndarray, supervised: np.ndarray) -> float:
+        """See the base class: it makes the mean weight over the trained tokens of a step 1."""
+        tokens = supervised[rows].astype(np.float64)
+        return float(tokens.sum() / (tokens @ self.weights[rows].astype(np.float64)))

@@ -3,7 +3,6 @@
 Shape: N trained tokens.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +30,7 @@ class WeightPart(BatchPart):
         """See the base class."""
         return WeightPart(torch.from_numpy(self.weights_N.numpy()[chosen_N]))
 
-
-def weights_of(parts: Iterable[BatchPart]) -> torch.Tensor | None:
-    """The weights of trained tokens, fp32 (N,); None if each has weight 1."""
-    return next((part.weights_N for part in parts if isinstance(part, WeightPart)), None)
+    @property
+    def token_weights_N(self) -> torch.Tensor:
+        """See the base class."""
+        return self.weights_N

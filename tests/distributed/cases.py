@@ -17,7 +17,7 @@ from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.model.model_config import read_config
 from lean_finetune.objectives.objective import StepTotals
-from lean_finetune.preferences.answers import Answers
+from lean_finetune.rows.answers import Answers
 from lean_finetune.step.batches import Batch, collate, idle_batch, part_of, token_part
 from lean_finetune.step.offload.activation_offload import KEPT, ActivationOffload, DiskStore
 from lean_finetune.step.parallel_model import ParallelModel

@@ -14,7 +14,8 @@ from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.attention.kernels import PackedRows
-from lean_finetune.preferences.answers import Answers
+from lean_finetune.rows.answers import Answers
+from lean_finetune.rows.batch_part import weights_of
 from lean_finetune.step.batches import IGNORED, Batch, BatchShape, pack_rows
 from lean_finetune.step.offload.activation_offload import KeptActivations, make_offload
 from lean_finetune.step.parallel_model import ParallelModel
@@ -24,7 +25,6 @@ from lean_finetune.step.step_loss import StepGoal
 from lean_finetune.step.training_step import Phase, StepResult, training_step
 from lean_finetune.step.update.loss_scaler import LossScaler, loss_scaler
 from lean_finetune.train.checkpoint.training_state import restored_after_fault
-from lean_finetune.weights.weight_part import weights_of
 
 SCRATCH = Path("scratch")
 LR = 1e-5

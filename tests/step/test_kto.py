@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from lean_finetune.config.schema import Train
 from lean_finetune.islands.objectives.registry import OBJECTIVES
 from lean_finetune.objectives.objective import StepTotals
-from lean_finetune.preferences.answers import Answers
 from lean_finetune.preferences.objectives.kto import Kto
+from lean_finetune.rows.answers import Answers
 from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.loss import causal_lm, decoder_hidden
 from lean_finetune.step.offload.activation_offload import KEPT

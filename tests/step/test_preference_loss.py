@@ -14,8 +14,8 @@ from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.islands.objectives.registry import OBJECTIVES
 from lean_finetune.objectives.objective import StepTotals
-from lean_finetune.preferences.answers import Answers, answers_of
 from lean_finetune.preferences.objectives.pair_objectives import Ipo, PairObjective, PairSums
+from lean_finetune.rows.answers import Answers, answers_of
 from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.loss import causal_lm, decoder_hidden, summed_loss
 from lean_finetune.step.parallel_model import ParallelModel

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from lean_finetune.rows.batch_part import weights_of
 from lean_finetune.step.batches import Batch, TokenPart, collate, part_of, with_parts
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.step_loss import StepGoal
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.weights.attachment import WeightAttachment
-from lean_finetune.weights.weight_part import weights_of
 from tests.kit.loaded import load_model
 from tests.small_model import CPU, spec_of
 from tests.step.common import rows as plain_rows
