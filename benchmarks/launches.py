@@ -64,9 +64,10 @@ class CountingTrace(MemoryTrace):
             return out
         made = _storages(out)
         if func._schema.is_mutable or made.keys() - given.keys():
-            self.launches[self._phase] += 1
+            phase = self._phase or ""
+            self.launches[phase] += 1
             if not any(name in str(func) for name in ("mm", "attention", "bmm", "linear")):
-                self.moved_bytes[self._phase] += sum({**given, **made}.values())
+                self.moved_bytes[phase] += sum({**given, **made}.values())
         return out
 
 
