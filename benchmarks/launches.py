@@ -86,7 +86,9 @@ def _name(method: str, grad_ckpt: bool, code: str) -> str:
 
 
 def _setting(method: Any, grad_ckpt: bool, code: str) -> Setting:
-    train = train_of(method, rank=16, grad_ckpt=grad_ckpt, optimizer="adamw_8bit" if method == "full" else "adamw")
+    train = train_of(
+        method, rank=16, grad_ckpt=grad_ckpt, loss_chunk=512, optimizer="adamw_8bit" if method == "full" else "adamw"
+    )
     return Setting(train=changed(train, **CODE[code]))
 
 
