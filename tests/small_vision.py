@@ -11,10 +11,15 @@ import transformers
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -237,6 +242,94 @@ _QWEN3_VISION: dict[str, Any] = {
 }
 
 
+GLM_MARKS = (
+    *("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"),
+    *("<|begin_of_video|>", "<|end_of_video|>"),
+)
+_GLM_VISION: dict[str, Any] = {
+    **{"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
+    **{"patch_size": 14, "image_size": 56},
+}
+
+
+def _glm(name: str, text_type: str, **more: Any) -> Callable[[Any, dict[str, Any]], Any]:
+    def config(words: Any, text: dict[str, Any]) -> Any:
+        names = ("image_start", "image_end", "image", "video", "video_start", "video_end")
+        numbers = words.convert_tokens_to_ids(list(GLM_MARKS))
+        ids = {f"{name}_token_id": number for name, number in zip(names, numbers, strict=True)}
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+        text = {"model_type": text_type, "rope_parameters": rope, **more, **text}
+        return getattr(transformers, name)(text_config=text, vision_config=_GLM_VISION, **ids)
+
+    return config
+
+
+def _glm_family(config: Callable[[Any, dict[str, Any]], Any], images: Any, processor: str) -> SmallFamily:
+    return SmallFamily(
+        config=config,
+        images=images(),
+        place="<|begin_of_image|><|image|><|end_of_image|>",
+        marks=GLM_MARKS,
+        processor={"processor_class": processor},
+    )
+
+
+_GLM_EXPERTS = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1},
+    **{"first_k_dense_replace": 1},
+}
+PADDLE = {
+    **{"vision_start_token_id": "<|IMAGE_START|>", "vision_end_token_id": "<|IMAGE_END|>"},
+    **{"image_token_id": "<|IMAGE_PLACEHOLDER|>", "video_token_id": "<|video_pad|>"},
+}
+
+
+def _paddle(words: Any, text: dict[str, Any]) -> Any:
+    ids = {name: words.convert_tokens_to_ids(mark) for name, mark in PADDLE.items()}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    return transformers.PaddleOCRVLConfig(
+        text_config={"model_type": "paddleocr_vl_text", "rope_parameters": rope, **text},
+        vision_config={**_SIZES, "image_size": 56, "patch_size": 14},
+        **ids,
+    )
+
+
+def _granite4(words: Any, text: dict[str, Any]) -> Any:
+    vision = {"model_type": "siglip_vision_model", **_SIZES, "hidden_size": 64, "image_size": 32, "patch_size": 8}
+    qformer = {"num_hidden_layers": 1, "intermediate_size": 64, "cross_attention_frequency": 1}
+    text = {**text, "num_hidden_layers": 6}  # Features enter the decoder in front of each.
+    without = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.Granite4VisionConfig(
+        text_config={"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "logits_scaling": 2.0, **text},
+        vision_config={**vision, "vision_use_head": False},
+        qformer_config={"model_type": "blip_2_qformer", "use_qformer_text_input": False, **qformer, **without},
+        image_token_index=words.convert_tokens_to_ids("<image>"),
+        vision_feature_select_strategy="full",
+        image_grid_pinpoints=_GRANITE_PINPOINTS,
+        downsample_rate="1/2",
+        deepstack_layer_map=[[-1, 0], [1, 1]],
+        spatial_vision_layer=2,
+        spatial_target_layers=[2, 3, 4, 5],
+        projector_dropout=0.0,
+    )
+
+
+_GRANITE_PINPOINTS = [[32, 64], [64, 32], [64, 64], [32, 96]]
+_OVIS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+
+
+def _ovis2(words: Any, text: dict[str, Any]) -> Any:
+    vision = {**_CROPS, "hidden_stride": 2, "vocab_size": 64, "num_visual_indicator_tokens": len(_OVIS)}
+    return transformers.Ovis2Config(
+        text_config={"model_type": "qwen2", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, **text},
+        vision_config=vision,
+        image_token_id=words.convert_tokens_to_ids("<IMG_ATOM>"),
+        visual_indicator_token_ids=words.convert_tokens_to_ids(list(_OVIS)),
+        hidden_size=text["hidden_size"],
+        vocab_size=text["vocab_size"],
+    )
+
+
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -257,6 +350,28 @@ def _qwen3_5(name: str, **more: Any) -> Callable[[Any, dict[str, Any]], Any]:
         return _qwen(f"{name}Config", f"{_MODEL_TYPES[name]}_text", vision)(words, {**hybrid, **more, **text})
 
     return config
+
+
+_MINICPM = {
+    **{"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+    **{"image_start_token": "<image>", "image_end_token": "</image>"},
+    **{"slice_start_token": "<slice>", "slice_end_token": "</slice>"},
+    **{"image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>"},
+}
+
+
+def _minicpm(words: Any, text: dict[str, Any]) -> Any:
+    kinds = ["linear_attention", "full_attention", "linear_attention"][: text["num_hidden_layers"]]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    hybrid = {**heads, "linear_value_head_dim": 16, "layer_types": kinds, "rope_parameters": rope}
+    return transformers.MiniCPMV4_6Config(
+        text_config={"model_type": "qwen3_5_text", **hybrid, **text},
+        vision_config={**_SIZES, "image_size": 56, "patch_size": 14},
+        insert_layer_id=1,
+        image_size=112,
+        **{f"{name}_id": words.convert_tokens_to_ids(_MINICPM[name]) for name in ("image_token", "video_token")},
+    )
 
 
 _MODEL_TYPES = {"Qwen3_5": "qwen3_5", "Qwen3_5Moe": "qwen3_5_moe"}
@@ -285,6 +400,20 @@ FAMILIES: dict[str, SmallFamily] = {
     "qwen3_5": _qwen_family(_qwen3_5("Qwen3_5"), patch=16),
     "qwen3_5_moe": _qwen_family(
         _qwen3_5("Qwen3_5Moe", **_EXPERTS, shared_expert_intermediate_size=32, tie_word_embeddings=True), patch=16
+    ),
+    "glm4v": _glm_family(_glm("Glm4vConfig", "glm4v_text"), Glm4vImageProcessorPil, "Glm4vProcessor"),
+    "glm4v_moe": _glm_family(
+        _glm("Glm4vMoeConfig", "glm4v_moe_text", **_GLM_EXPERTS), Glm4vImageProcessorPil, "Glm4vProcessor"
+    ),
+    "glm46v": _glm_family(_glm("Glm46VConfig", "glm4v_text"), Glm46VImageProcessorPil, "Glm46VProcessor"),
+    "glm_ocr": _glm_family(_glm("GlmOcrConfig", "glm_ocr_text"), Glm46VImageProcessorPil, "Glm46VProcessor"),
+    "paddleocr_vl": SmallFamily(
+        config=_paddle,
+        images=PaddleOCRVLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}),
+        place="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        marks=tuple(PADDLE.values()),
+        named={"image_token": PADDLE["image_token_id"]},
+        processor={"processor_class": "PaddleOCRVLProcessor"},
     ),
     "gemma3": SmallFamily(
         config=_gemma3,
@@ -330,11 +459,40 @@ FAMILIES: dict[str, SmallFamily] = {
         named=_INTERN,
         processor={"processor_class": "InternVLProcessor", "image_seq_length": 4},
     ),
+    "granite4_vision": SmallFamily(
+        config=_granite4,
+        images=LlavaNextImageProcessorPil(
+            size={"height": 32, "width": 32},
+            crop_size={"height": 32, "width": 32},
+            image_grid_pinpoints=_GRANITE_PINPOINTS,
+        ),
+        place="<image>\n",
+        marks=("<image>",),
+        processor={
+            **{"processor_class": "Granite4VisionProcessor", "patch_size": 8, "downsample_rate": "1/2"},
+            "vision_feature_select_strategy": "full",
+        },
+    ),
+    "minicpmv4_6": SmallFamily(
+        config=_minicpm,
+        images=MiniCPMV4_6ImageProcessorPil(scale_resolution=112, patch_size=14),
+        place="<|image_pad|>",
+        marks=(),
+        named=_MINICPM,
+        processor={"processor_class": "MiniCPMV4_6Processor"},
+    ),
+    "ovis2": SmallFamily(
+        config=_ovis2,
+        images=Ovis2ImageProcessorPil(size={"height": 32, "width": 32}, crop_to_patches=True),
+        place="<image>",
+        marks=("<image>", "<IMG_ATOM>", *_OVIS),
+        processor={"processor_class": "Ovis2Processor", "image_seq_length": 4},
+    ),
     "smolvlm": _idefics("SmolVLMConfig", "SmolVLMProcessor", SmolVLMImageProcessorPil(**_CROP_SIZES)),
     "idefics3": _idefics("Idefics3Config", "Idefics3Processor", Idefics3ImageProcessorPil(**_CROP_SIZES)),
 }
 """How the small model of each family is made."""
-NO_LAYERS = ("gemma3",)
+NO_LAYERS = ("gemma3", "ovis2")
 """Families whose projector has no linear layer, so that it cannot have adapters."""
 
 

@@ -2,28 +2,25 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from importlib import import_module
 from math import isqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.core.errors import UserError
-from lean_finetune.images.image_family import (
-    FEWEST,
-    MOST,
-    ImageFamily,
-    Size,
-    blank,
-    check_limits,
-    refuse_limits,
+from lean_finetune.images.crop_families import (
+    Granite4Vision,
+    Idefics3,
+    InternVL,
+    Llava,
+    LlavaNext,
+    MiniCpmV46,
+    Ovis2,
+    SmolVLM,
 )
+from lean_finetune.images.image_family import FEWEST, MOST, ImageFamily, Size, check_limits, refuse_limits
 from lean_finetune.patches.of_imports import PIXTRAL_WITH_PILLOW
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 
 class QwenFamily(ImageFamily):
@@ -32,13 +29,19 @@ class QwenFamily(ImageFamily):
     def limit(self, most: int | None, fewest: int | None) -> None:
         """See the base class."""
         size = dict(self.image_processor.size or {})
-        low, high = fewest or size["shortest_edge"], most or size["longest_edge"]
+        low = size["shortest_edge"] if fewest is None else fewest * self._times
+        high = size["longest_edge"] if most is None else most * self._times
         token = (self.image_processor.patch_size * self.image_processor.merge_size) ** 2
-        if high < token:  # An image has a token at least.
-            raise UserError(f"{MOST}: must hold one token of {token} pixels; got {high}; raise it")
-        check_limits(MOST if most is not None else FEWEST, low, high)
+        if high < token * self._times:  # An image has a token at least.
+            raise UserError(f"{MOST}: must hold one token of {token} pixels; got {high // self._times}; raise it")
+        check_limits(MOST if most is not None else FEWEST, low // self._times, high // self._times)
         limited = {**size, "shortest_edge": low, "longest_edge": high}
         self.image_processor.size = type(self.image_processor.size)(**limited)
+
+    @property
+    def _times(self) -> int:
+        """How many times the size of the processor counts a pixel."""
+        return 1
 
     def described(self, size: Size) -> Mapping[str, Any]:
         """See the base class."""
@@ -69,77 +72,31 @@ class Qwen3VL(QwenFamily):
     processor_class, models = "Qwen3VLProcessor", ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
-class Llava(ImageFamily):
-    """LLaVA 1.5: every image is resized and cut to one size."""
-
-    processor_class, models = "LlavaProcessor", ("llava",)
-    limits = ()
-
-    def limit(self, most: int | None, fewest: int | None) -> None:
-        """See the base class."""
-        height, width = self._shape
-        refuse_limits(most, fewest, f"{self.processor_class} makes {width} x {height} pixels of every image")
-
-    def described(self, size: Size) -> Mapping[str, Any]:
-        """See the base class."""
-        short = self.image_processor.size.shortest_edge
-        if short and short**2 * max(size) / min(size) > MAX_PIXELS:
-            raise ValueError(f"with {short} pixels of its shorter edge it would have over {MAX_PIXELS:,}")
-        return self._blank
-
-    def patches(self, size: Size) -> int:
-        """See the base class."""
-        height, width = self._shape
-        return (height // self.processor.patch_size) * (width // self.processor.patch_size)
-
-    @cached_property
-    def _blank(self) -> dict[str, Any]:
-        """A processed image, as large as any other."""
-        images = self.image_processor
-        if not images.do_center_crop and not (images.do_resize and images.size.height and images.size.width):
-            raise ValueError("do_center_crop is off, so that images of different sizes cannot be in one batch")
-        return ImageFamily.arguments(self, [blank(Size(64, 64))])
+class GlmFamily(QwenFamily):
+    """GLM's processors, as Qwen's; their size counts the pixels of an image as those of a video."""
 
     @property
-    def _shape(self) -> Size:
-        """Pixels of every processed image, or of every crop."""
-        return Size(*self._blank["pixel_values"].shape[-2:])
+    def _times(self) -> int:
+        """See the base class. An image stands for as many frames as a patch has."""
+        return int(self.image_processor.temporal_patch_size)
 
 
-class LlavaNext(Llava):
-    """LLaVA-Next: a small form of the image, and crops of a large one, whose size is the best of a list."""
+class Glm4V(GlmFamily):
+    """GLM-4.1V and GLM-4.5V."""
 
-    processor_class, models = "LlavaNextProcessor", ("llava_next",)
+    processor_class, models = "Glm4vProcessor", ("glm4v", "glm4v_moe")
 
-    def limit(self, most: int | None, fewest: int | None) -> None:
-        """See the base class."""
-        refuse_limits(
-            most, fewest, f"image_grid_pinpoints of {self.processor_class} and of config.json decide the size"
-        )
 
-    def described(self, size: Size) -> Mapping[str, Any]:
-        """See the base class."""
-        return {"pixel_values": self._blank["pixel_values"][None], "image_sizes": [tuple(size)]}
+class Glm46V(GlmFamily):
+    """GLM-4.6V, which is of the types of GLM-4.1V and GLM-4.5V too, and GLM-OCR."""
 
-    def patches(self, size: Size) -> int:
-        """See the base class."""
-        return self._crops(size) * super().patches(size)
+    processor_class, models = "Glm46VProcessor", ("glm46v", "glm_ocr", "glm4v", "glm4v_moe")
 
-    def _crops(self, size: Size) -> int:
-        """Crops of an image of this size, and its small form."""
-        from transformers.image_processing_utils import select_best_resolution
 
-        height, width = select_best_resolution(tuple(size), self.image_processor.image_grid_pinpoints)
-        return -(-height // self._shape.height) * -(-width // self._shape.width) + 1
+class PaddleOcrVL(QwenFamily):
+    """PaddleOCR-VL."""
 
-    def arguments(self, images: Sequence["Image"]) -> dict[str, Any]:
-        """See the base class. The model also takes all crops in one list, without those that pad images with few."""
-        import torch
-
-        made = super().arguments(images)
-        counts = [self._crops(Size(*size)) for size in made["image_sizes"].tolist()]
-        crops = [image[:count] for image, count in zip(made["pixel_values"].numpy(), counts, strict=True)]
-        return {**made, "pixel_values": torch.from_numpy(np.concatenate(crops))}
+    processor_class, models = "PaddleOCRVLProcessor", ("paddleocr_vl",)
 
 
 class Pixtral(ImageFamily):
@@ -290,123 +247,23 @@ class Gemma4(ImageFamily):
         return int(self.image_processor.max_soft_tokens * self.image_processor.pooling_kernel_size**2)
 
 
-class InternVL(ImageFamily):
-    """InternVL: crops of one size, and a small form of the image if it has several."""
-
-    processor_class, models = "InternVLProcessor", ("internvl",)
-
-    def limit(self, most: int | None, fewest: int | None) -> None:
-        """See the base class. They limit the number of crops."""
-        crop = self._crop.height * self._crop.width
-        low = self.image_processor.min_patches if fewest is None else -(-fewest // crop)
-        high = self.image_processor.max_patches if most is None else most // crop
-        if not high:
-            raise UserError(f"{MOST}: must hold one crop of {crop} pixels; got {most}; raise it")
-        check_limits(MOST if most is not None else FEWEST, low * crop, high * crop)
-        self.image_processor.min_patches, self.image_processor.max_patches = low, high
-
-    @property
-    def _crop(self) -> Size:
-        """Pixels of a crop."""
-        return Size(self.image_processor.size.height, self.image_processor.size.width)
-
-    def described(self, size: Size) -> Mapping[str, Any]:
-        """See the base class."""
-        count = self.image_processor.get_number_of_image_patches(size.height, size.width, self._options)
-        return {"num_patches": [count]}
-
-    def patches(self, size: Size) -> int:
-        """See the base class."""
-        return int(self.described(size)["num_patches"][0]) * self.patches_of(*self._crop)
-
-
-class Idefics3(ImageFamily):
-    """Idefics 3 and the first SmolVLM: crops of one size, and a small form of the image."""
-
-    processor_class, models = "Idefics3Processor", ("idefics3",)
-    limits = (MOST,)
-    drops_zeros = True
-
-    def __init__(self, processor: Any, patch: Sequence[int] | None):
-        """See the base class."""
-        super().__init__(processor, patch)
-        longest, crop = self.image_processor.size["longest_edge"], self._crop
-        # transformers would count other crops than it makes.
-        if self.image_processor.do_image_splitting and longest % crop:
-            raise ValueError(f"its longest edge of {longest} pixels is no multiple of a crop's, {crop}")
-
-    def limit(self, most: int | None, fewest: int | None) -> None:
-        """See the base class. The longest edge becomes a number of crops."""
-        crop = self._crop
-        refuse_limits(None, fewest, f"{self.processor_class} gives every image the same longest edge")
-        assert most is not None
-        if most < crop**2:
-            raise UserError(f"{MOST}: must hold one crop of {crop**2} pixels; got {most}; raise it")
-        edge = min(isqrt(most) // crop * crop, self.image_processor.size["longest_edge"])
-        self.image_processor.size = type(self.image_processor.size)(longest_edge=edge)
-
-    @property
-    def _crop(self) -> int:
-        """Pixels of an edge of a crop."""
-        return int(self.image_processor.max_image_size["longest_edge"])
-
-    def described(self, size: Size) -> Mapping[str, Any]:
-        """See the base class."""
-        _, rows, columns = self.image_processor.get_number_of_image_patches(size.height, size.width, self._options)
-        return {"rows": [[rows]], "cols": [[columns]]}
-
-    def patches(self, size: Size) -> int:
-        """See the base class."""
-        found = self.described(size)
-        return int(found["rows"][0][0] * found["cols"][0][0] + 1) * self.patches_of(self._crop, self._crop)
-
-    def arguments(self, images: Sequence["Image"]) -> dict[str, Any]:
-        """See the base class. All crops have one size, so that a mask of their pixels says nothing."""
-        made = super().arguments(images)
-        if bool(made["pixel_attention_mask"].all()):
-            del made["pixel_attention_mask"]
-        return made
-
-
-class SmolVLM(Idefics3):
-    """SmolVLM 2."""
-
-    processor_class, models = "SmolVLMProcessor", ("smolvlm",)
-
-    @classmethod
-    def processor_kind(cls) -> type:
-        """See the base class. For videos it asks for a package that writes numbers in words, and for a processor."""
-        kind: Any = super().processor_kind()
-        module: Any = sys.modules[kind.__module__]
-        module.num2words = module.num2words or _no_videos
-
-        class OfImages(kind):
-            # transformers reads the names of these arguments.
-            def __init__(
-                self,
-                image_processor: Any,
-                tokenizer: Any,
-                video_processor: Any = None,
-                image_seq_len: int = 169,
-                chat_template: str | None = None,
-            ):
-                super().__init__(image_processor, tokenizer, video_processor, image_seq_len, chat_template)
-
-        OfImages.__name__, OfImages.__module__ = kind.__name__, kind.__module__
-        return OfImages
-
-
-def _no_videos(number: int) -> str:
-    raise NotImplementedError("videos are not trained")
-
-
 IMAGE_FAMILIES: tuple[type[ImageFamily], ...] = (
-    *(Qwen25VL, Qwen2VL, Qwen3VL),
-    *(Llava, LlavaNext, Pixtral, Gemma3, Gemma4, InternVL, SmolVLM, Idefics3),
+    *(Qwen25VL, Qwen2VL, Qwen3VL, Glm4V, Glm46V, PaddleOcrVL),
+    *(Llava, LlavaNext, Granite4Vision, Pixtral, Gemma3, Gemma4, InternVL, Ovis2, MiniCpmV46),
+    *(SmolVLM, Idefics3),
 )
 """Families that are trained with images. Of those with the same models, the first is for files that name none."""
 MODELS = tuple(sorted({model for family in IMAGE_FAMILIES for model in family.models}))
 """Values of model_type of these families."""
+REFUSED: Mapping[str, str] = {
+    "gemma3n": "its vision tower is code of the package timm",
+    "mllama": "its images reach the decoder through layers that rows without images skip",
+    **dict.fromkeys(
+        ("gemma4_unified", "kimi_k25", "lfm2_vl", "llama4", "molmo2"),
+        "transformers resizes its images with torchvision alone, and pixels are made by Pillow here",
+    ),
+}
+"""Why rows with images are not offered for other models, by model_type."""
 MASK_ARGUMENTS = tuple(family.marks_images for family in IMAGE_FAMILIES if family.marks_images is not None)
 """What these families' models may be told of the tokens of images."""
 
@@ -414,3 +271,11 @@ MASK_ARGUMENTS = tuple(family.marks_images for family in IMAGE_FAMILIES if famil
 def family_of_images(model_type: object) -> type[ImageFamily] | None:
     """The family of a model whose files name no processor; None for models that are not trained with images."""
     return next((family for family in IMAGE_FAMILIES if model_type in family.models), None)
+
+
+def not_offered(model_type: str) -> str:
+    """The refusal of rows with images for a family that is not listed, up to a further remedy."""
+    reason = f": {REFUSED[model_type]}" if model_type in REFUSED else ""
+    return (
+        f"model.name: rows with images are not offered for {model_type}{reason}; choose a model of {', '.join(MODELS)}"
+    )

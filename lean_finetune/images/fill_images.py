@@ -43,7 +43,7 @@ class RowImages:
                 f"the chat template shows {shown} of the row's {len(images)} images; set data.chat_template to "
                 f"one that writes {mark} for each, such as the model's own"
             )
-        expansions = iter([self.processor.expansion(one.size) for one in images])
+        expansions = iter([self.processor.expansion(one.size, number) for number, one in enumerate(images)])
         filled: list[TextSegment] = []
         for text, trained in segments:
             first, *others = text.split(mark)

@@ -55,6 +55,12 @@ class ImageFamily(ABC):
         """`marks_images`, if a model of this config needs it; None where the tokens of images see those before them."""
         return cls.marks_images
 
+    @classmethod
+    def layers_read(cls, config: Any) -> list[int] | None:
+        """Layers of the tower whose outputs the projector reads, from 1, or from the end; None: it reads the last."""
+        read = getattr(config, "vision_feature_layer", None)
+        return [read] if isinstance(read, int) else read
+
     @property
     def fill_token(self) -> str:
         """Each token that the pixels of an image fill; most families use their placeholder."""
@@ -75,6 +81,14 @@ class ImageFamily(ABC):
         Raises:
             ValueError: the processor refuses such an image.
         """
+
+    def expansion(self, size: Size, number: int) -> str:
+        """The text that replaces the placeholder of an image of this size; `number` is that of the image in its row.
+
+        Raises:
+            ValueError: the processor refuses such an image.
+        """
+        return str(self.processor.replace_image_token(self.described(size), 0))
 
     @abstractmethod
     def patches(self, size: Size) -> int:

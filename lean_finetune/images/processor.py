@@ -10,10 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.images.families import IMAGE_FAMILIES, MODELS
-from lean_finetune.images.image_family import ImageFamily, Size, vision_patch
+from lean_finetune.images.image_family import ImageFamily, Size, blank, vision_patch
 from lean_finetune.pinning.config_file import CONFIG_FILE, json_object
 
 if TYPE_CHECKING:
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """Files of a processor. One of them is in the directory of every model that takes images."""
+UNREADABLE = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, ArithmeticError, MemoryError),
+    *(StrictDataclassError, AssertionError),
+)
+"""Exceptions of transformers for damaged files of a processor."""
 OLD_LIMITS = ("min_pixels", "max_pixels")
 """Keys of older files, which transformers prefers to those of `size`."""
 
@@ -81,14 +88,14 @@ class ImageProcessor:
             raise _refused("an image", error) from None
 
     @cache  # noqa: B019 - the processor lives as long as the process
-    def expansion(self, size: Size) -> str:
-        """The text that replaces the placeholder of an image of this size.
+    def expansion(self, size: Size, number: int = 0) -> str:
+        """The text that replaces the placeholder of an image of this size, the row's image of a number from 0.
 
         Raises:
             RowFault: the processor refuses such an image.
         """
         try:
-            return str(self._processor.replace_image_token(self._family.described(size), 0))
+            return self._family.expansion(size, number)
         except ValueError as error:
             raise _refused(f"{size.width} x {size.height} pixels", error) from None
 
@@ -157,9 +164,12 @@ def _load(directory: Path, patch: Sequence[int] | None = None) -> ImageFamily:
             kind.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False, backend="pil"), patch
         )
         with suppress(ValueError):  # It refuses this image, as it then does those of rows.
-            loaded.patches(Size(64, 64))  # Fails at sizes of another type.
+            size = Size(64, 64)  # Values of another type or range make it fail.
+            loaded.expansion(size, 0)
+            loaded.patches(size)
+            loaded.arguments([blank(size)])
         return loaded
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, ArithmeticError) as error:
+    except UNREADABLE as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
             f"model.name: the {family.processor_class} in {directory} cannot be read ({first}); download or save it "

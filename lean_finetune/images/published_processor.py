@@ -58,6 +58,33 @@ def _qwen(patch_size: int, fewest_pixels: int) -> Published:
     return Published(images=images, tokens=lambda config: tokens)
 
 
+def _glm(processor: str) -> Published:
+    limits = {"shortest_edge": 112 * 112, "longest_edge": 2 * 28**2 * 6144}  # Of two frames.
+
+    def images(config: Any) -> Content:
+        vision = config.vision_config
+        sizes = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
+        in_time = {"temporal_patch_size": vision.temporal_patch_size}
+        kind = {"image_processor_type": processor.replace("Processor", "ImageProcessor"), "processor_class": processor}
+        return {**kind, **sizes, **in_time, "size": limits}
+
+    tokens = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>")
+    return Published(images=images, tokens=lambda config: tokens)
+
+
+def _paddle() -> Published:
+    limits = {"shortest_edge": 147_384, "longest_edge": 2_822_400}
+
+    def images(config: Any) -> Content:
+        vision = config.vision_config
+        sizes = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
+        return {"image_processor_type": "PaddleOCRVLImageProcessor", **sizes, "size": limits}
+
+    named = {"image_token": "<|IMAGE_PLACEHOLDER|>"}
+    tokens = ("<|IMAGE_START|>", "<|IMAGE_END|>", *named.values())
+    return Published(images=images, tokens=lambda config: tokens, named=named)
+
+
 def _square(config: Any) -> dict[str, int]:
     """The image that the tower takes."""
     size = config.vision_config.image_size
@@ -120,6 +147,25 @@ def _llava(name: str, images: str, *own: str) -> Published:
     )
 
 
+def _granite4() -> Published:
+    def images(config: Any) -> Content:
+        crop = _square(config)
+        kind = {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": config.image_grid_pinpoints}
+        return {**kind, "size": crop, "crop_size": crop}
+
+    return Published(
+        images=images,
+        processor=lambda config: {
+            "processor_class": "Granite4VisionProcessor",
+            "patch_size": config.vision_config.patch_size,
+            "vision_feature_select_strategy": config.vision_feature_select_strategy,
+            "num_additional_image_tokens": int(config.vision_feature_select_strategy == "default"),
+            "downsample_rate": config.downsample_rate,
+        },
+        tokens=lambda config: ("<image>",),
+    )
+
+
 def _pixtral() -> Published:
     def images(config: Any) -> Content:
         vision = config.vision_config
@@ -146,6 +192,43 @@ def _internvl() -> Published:
     return Published(
         images=lambda config: {"image_processor_type": "GotOcr2ImageProcessor", "size": _square(config)},
         processor=lambda config: {"processor_class": "InternVLProcessor", "image_seq_length": config.image_seq_length},
+        tokens=lambda config: tuple(named.values()),
+        named=named,
+    )
+
+
+def _ovis2() -> Published:
+    tokens = ("<image>", "<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+
+    def processor(config: Any) -> Content:
+        crop, patch = _square(config), config.vision_config.patch_size * config.vision_config.hidden_stride
+        return {"processor_class": "Ovis2Processor", "image_seq_length": -((-crop["height"] // patch) ** 2)}
+
+    return Published(
+        images=lambda config: {
+            **{"image_processor_type": "Ovis2ImageProcessor", "size": _square(config)},
+            "crop_to_patches": True,
+        },
+        processor=processor,
+        tokens=lambda config: tokens,
+    )
+
+
+def _minicpm() -> Published:
+    named = {
+        **{"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        **{"image_start_token": "<image>", "image_end_token": "</image>"},
+        **{"slice_start_token": "<slice>", "slice_end_token": "</slice>"},
+        **{"image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>"},
+    }
+
+    def images(config: Any) -> Content:
+        sizes = {"patch_size": config.vision_config.patch_size, "scale_resolution": config.image_size}
+        return {"image_processor_type": "MiniCPMV4_6ImageProcessor", **sizes, "downsample_mode": config.downsample_mode}
+
+    return Published(
+        images=images,
+        processor=lambda config: {"processor_class": "MiniCPMV4_6Processor"},
         tokens=lambda config: tuple(named.values()),
         named=named,
     )
@@ -181,13 +264,21 @@ PUBLISHED: dict[str, Published] = {
     "qwen3_vl_moe": _qwen(16, 256 * 256),
     "qwen3_5": _qwen(16, 256 * 256),
     "qwen3_5_moe": _qwen(16, 256 * 256),
+    "glm4v": _glm("Glm4vProcessor"),
+    "glm4v_moe": _glm("Glm4vProcessor"),
+    "glm46v": _glm("Glm46VProcessor"),
+    "glm_ocr": _glm("Glm46VProcessor"),
+    "paddleocr_vl": _paddle(),
     "gemma3": _gemma3(),
     "gemma4": _gemma4(),
     "llava": _llava("LlavaProcessor", "CLIPImageProcessor"),
     "llava_next": _llava("LlavaNextProcessor", "LlavaNextImageProcessor", "image_grid_pinpoints"),
+    "granite4_vision": _granite4(),
     "pixtral": _pixtral(),
     "mistral3": _pixtral(),
     "internvl": _internvl(),
+    "ovis2": _ovis2(),
+    "minicpmv4_6": _minicpm(),
     "smolvlm": _idefics("SmolVLM"),
     "idefics3": _idefics("Idefics3"),
 }

@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from lean_finetune.config.rule import OFF, turn_off
 from lean_finetune.core.errors import UserError
-from lean_finetune.images.families import MODELS, family_of_images
+from lean_finetune.images.families import MODELS, family_of_images, not_offered
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from lean_finetune.config.schema import Train
 
-PROJECTOR = re.compile(r"(^|[._])(merger|projector|connector|newline|deepstack_merger_list|embed_vision)([._]|$)")
+PROJECTOR = re.compile(
+    r"(^|[._])(merger|projectors?|connector|newline|deepstack_merger_list|embed_vision|visual_embeddings_table)([._]|$)"
+)
 """Names of what turns the output of a vision tower into the decoder's inputs."""
 NOT_TRIED = "was not tried with a vision tower"
 
@@ -34,8 +36,9 @@ class ImageTower:
     parts = tuple(
         f"model.{name}"
         for name in (
-            *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "image_newline"),
-            "embed_vision",
+            *("visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "merger"),
+            *("image_newline", "embed_vision", "visual_embeddings_table"),
+            *("layerwise_projectors", "spatial_projectors"),
         )
     )
     """Names of the parts in transformers' classes."""
@@ -73,11 +76,11 @@ class ImageTower:
 
         LLaVA reads the layer before the last.
         """
-        read = getattr(config, "vision_feature_layer", None)
-        if read is None:
+        family = family_of_images(config.model_type)
+        layers = None if family is None else family.layers_read(config)
+        if layers is None:
             return None
         count: int = config.vision_config.num_hidden_layers
-        layers = [read] if isinstance(read, int) else read
         return count, max(layer if layer >= 0 else count + 1 + layer for layer in layers)
 
     def mask_argument(self, config: "PretrainedConfig") -> str | None:
@@ -93,8 +96,7 @@ class ImageTower:
         """Raise UserError if a family is not trained with images."""
         if not self.has_family(model_type):
             raise UserError(
-                f"model.name: {self.rows_text} are not offered for {model_type}; choose a model of "
-                f"{', '.join(MODELS)}, or name their column in data.ignore_columns to train the text alone"
+                f"{not_offered(model_type)}, or name their column in data.ignore_columns to train the text alone"
             )
 
     def refuse_trained_parts(self, train: "Train") -> None:

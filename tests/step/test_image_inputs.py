@@ -15,6 +15,7 @@ from lean_finetune.images.attachment import ImageAttachment
 from lean_finetune.images.image_family import Size
 from lean_finetune.images.image_inputs import ImageInputs, ImagePart
 from lean_finetune.images.processor import ImageProcessor, image_family
+from lean_finetune.islands.tower import TOWER
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import collate
 from lean_finetune.step.loss import summed_loss
@@ -27,7 +28,15 @@ TEXT = "Is this {image} larger than {image}? No."
 SIZES = [(100, 200), (60, 60)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+QWEN = ("qwen", "glm", "paddleocr")
+"""Names of families with Qwen's kind of processor begin so."""
+ALIKE = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "glm46v", "glm_ocr", "gemma4_large")
+"""Families whose code for images is that of another one here."""
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(one, marks=[pytest.mark.slow] * (one in ALIKE)) for one in FAMILIES]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return vision_model(tmp_path_factory.mktemp(request.param) / request.param, request.param)
 
@@ -47,6 +56,8 @@ def crops_of(pixels: torch.Tensor) -> torch.Tensor:
 def patches_of(family: str, made: dict[str, torch.Tensor]) -> int:
     """Patches of processed images."""
     pixels = made["pixel_values"]
+    if "target_sizes" in made:
+        return int(made["target_sizes"].prod(-1).sum())
     if pixels.dim() < 4:  # The values of each patch, of each image in Gemma 4.
         return pixels.shape[:-1].numel()
     sizes = made["image_sizes"].tolist() if family in PADDED else [pixels.shape[-2:]] * len(crops_of(pixels))
@@ -59,13 +70,20 @@ def patches_embedded(model: torch.nn.Module) -> list[int]:
     found: list[int] = []
     convolutions = [one for one in model.modules() if isinstance(one, torch.nn.Conv2d | torch.nn.Conv3d)]
     linear = [one for name, one in model.named_modules() if name.endswith("patch_embedder.input_proj")]
-    [embedding] = convolutions or linear
+    embedding = (convolutions or linear)[0]  # GLM's projector begins with another one.
     channels = 1 if convolutions else -1
     embedding.register_forward_hook(lambda layer, given, out: found.append(out.numel() // out.shape[channels]))
     return found
 
 
-EDGES = dict.fromkeys(FAMILIES, 14) | {"internvl": 7, "smolvlm": 8, "idefics3": 8, "gemma3": 7}
+EDGES = dict.fromkeys(FAMILIES, 14) | {
+    "internvl": 7,
+    "smolvlm": 8,
+    "idefics3": 8,
+    "gemma3": 7,
+    "ovis2": 8,
+    "granite4_vision": 8,
+}
 """Pixels of an edge of a patch."""
 PADDED = ("pixtral", "mistral3")
 """Families that pad images to the largest of a batch."""
@@ -77,7 +95,8 @@ def test_sizes_say_how_many_patches_and_tokens_the_processor_makes(model):
     processor = ImageProcessor(model)
     family = processor._family
     usual = [Size(28, 28), Size(100, 200), Size(999, 60), Size(1500, 1200)]
-    for size in usual if model.name.startswith("qwen") else [*usual, *(Size(*size) for size in GRID)]:
+    few = [*usual, Size(3, 60), Size(31, 333)]  # Qwen's kind of processor makes all of them larger.
+    for size in few if model.name.startswith(QWEN) else [*usual, *(Size(*size) for size in GRID)]:
         image = Image.new("RGB", (size.width, size.height), "white")
         try:
             made, [text] = processor._processor._process_images([image], **family._options, return_tensors="pt")
@@ -88,12 +107,14 @@ def test_sizes_say_how_many_patches_and_tokens_the_processor_makes(model):
                 processor.expansion(size)
             continue
         assert processor.patches(size) == patches_of(model.name, made), size
-        assert processor.expansion(size) == text, size
+        numbered = "<image_id>0</image_id>" if model.name == "minicpmv4_6" else ""
+        assert processor.expansion(size) == numbered + text, size
         assert processor.tokens(size) >= text.count(processor.image_token), size
         arguments = processor.arguments([[image]])
         assert torch.equal(crops_of(arguments["pixel_values"]), crops_of(made["pixel_values"])), size
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Of GLM's processor.
 def test_losses_and_gradients_equal_those_of_transformers_called_directly(model):
     """Another token, position or pixel, or a mask that shows a padding token."""
     config, processor = read_config(model, whole=True), ImageProcessor(model)
@@ -103,8 +124,8 @@ def test_losses_and_gradients_equal_those_of_transformers_called_directly(model)
     texts = [TEXT, "What is {image}? A heron.", "Who is there? Nobody."]
     rows = []
     for text, shown in zip(texts, images, strict=True):
-        for image in shown:
-            text = text.replace("{image}", processor.expansion(Size(image.height, image.width)), 1)
+        for number, image in enumerate(shown):
+            text = text.replace("{image}", processor.expansion(Size(image.height, image.width), number), 1)
         ids = np.array(words(text, add_special_tokens=False).input_ids, np.int32)
         rows.append((ids, np.array([[len(ids) - 4, len(ids)]])))
     longest = max(len(ids) for ids, _ in rows)
@@ -128,7 +149,7 @@ def test_losses_and_gradients_equal_those_of_transformers_called_directly(model)
     )
     assert torch.equal(given["input_ids"], batch.input_ids_BT[:, :longest])
     assert torch.equal(crops_of(given["pixel_values"]), crops_of(made["pixel_values"]))
-    for name in ("image_grid_thw", "image_sizes", "image_position_ids"):
+    for name in ("image_grid_thw", "image_sizes", "image_position_ids", "target_sizes"):
         assert (name in made) == (name in given) and (name not in made or torch.equal(made[name], given[name]))
     direct = AutoModelForMultimodalLM.from_pretrained(model, dtype=torch.float32)
     targets_BT = batch.targets_BT[:, :longest]
@@ -147,10 +168,14 @@ def test_losses_and_gradients_equal_those_of_transformers_called_directly(model)
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6 * max(1.0, largest))
 
 
+RESIZED = ("glm4v", "glm46v", "paddleocr_vl")
+"""Families whose limits, as Qwen's, are of the pixels of the resized image; of those with one processor, one alone."""
 LIMITED = {
     "mistral3": (140 * 70, 70 * 70, 25),
     "pixtral": (140 * 70, 70 * 70, 25),
     "internvl": (4 * 28 * 28, 4 * 28 * 28, 5 * 16),
+    "minicpmv4_6": (4 * 112 * 112, 4 * 112 * 112, 5 * 64),
+    "ovis2": (2 * 32 * 32, 32 * 32, 16),
     "smolvlm": (5 * 32 * 32, 4 * 32 * 32, 5 * 16),
     "idefics3": (5 * 32 * 32, 4 * 32 * 32, 5 * 16),
 }
@@ -159,7 +184,7 @@ LIMITED = {
 
 def test_the_most_pixels_limit_an_image_or_are_refused_by_the_name_of_what_decides(model):
     """A limit without effect, or one that the model does not know."""
-    if model.name.startswith(("qwen", "gemma4")):
+    if model.name.startswith((*QWEN, "gemma4")):
         return
     size = Size(1500, 1500)
     if model.name not in LIMITED:
@@ -184,6 +209,20 @@ def test_the_most_pixels_limit_an_image_or_are_refused_by_the_name_of_what_decid
         ImageProcessor(model, min_pixels=10_000)
 
 
+@pytest.mark.parametrize("family", RESIZED)
+def test_limits_are_of_the_pixels_of_the_resized_image(tmp_path, family):
+    """GLM's processor counts every pixel twice, for the frames of a patch."""
+    token, directory = 28 * 28, vision_model(tmp_path, family)
+    for size, most, fewest, tokens in (
+        (Size(1500, 1500), 10 * token, None, 3 * 3),
+        (Size(28, 28), None, 10 * token, 4 * 4),
+        (Size(28, 84), 10 * token, token, 3),
+    ):
+        assert ImageProcessor(directory, max_pixels=most, min_pixels=fewest).patches(size) == 4 * tokens
+    with pytest.raises(UserError, match="^data.image_min_pixels: the fewest pixels must not be over .*; got 99999999 "):
+        ImageProcessor(directory, min_pixels=99_999_999)
+
+
 def test_the_most_pixels_of_gemma_4_are_one_of_its_numbers_of_tokens(tmp_path):
     """A number of tokens that the processor refuses, or an image that a limit makes larger."""
     directory = vision_model(tmp_path, "gemma4")
@@ -201,7 +240,7 @@ def test_the_most_pixels_of_gemma_4_are_one_of_its_numbers_of_tokens(tmp_path):
 
 def test_a_limit_below_one_token_or_crop_is_refused(model):
     """Every image would have more pixels than the limit."""
-    if model.name.startswith(("llava", "gemma")):
+    if model.name.startswith(("llava", "gemma", "granite")):
         return
     for fewest in {None, 1} if model.name.startswith("qwen") else {None}:
         with pytest.raises(UserError, match=r"^data\.image_max_pixels: must hold one (token|crop) of .*; got 195; "):
@@ -234,6 +273,25 @@ def test_a_damaged_file_of_the_processor_is_refused_in_one_line(tmp_path, change
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     with pytest.raises(UserError, match=f"^model.name: .*{message}.*; download or save it again$"):
         ImageProcessor(directory)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("qwen2_5_vl", "rescale_factor", "x"),
+        ("glm4v", "temporal_patch_size", {}),
+        ("paddleocr_vl", "size", []),
+        ("ovis2", "max_patches", "x"),
+        ("granite4_vision", "image_grid_pinpoints", 3),
+        ("minicpmv4_6", "scale_resolution", 0),
+    ],
+)
+def test_a_value_that_only_an_image_reads_is_refused_before_there_is_one(tmp_path, family, key, value):
+    """An error of Python in the first row, or in the first step."""
+    path = vision_model(tmp_path, family) / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(UserError, match="^model.name: the .*Processor in .* cannot be read .*; download or save it ag"):
+        ImageProcessor(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["preprocessor_config.json", "config.json"])
@@ -276,6 +334,19 @@ def test_a_family_with_the_same_processor_is_refused_by_name(tmp_path):
 def test_a_model_of_text_takes_no_images(tiny_dir):
     with pytest.raises(UserError, match="model.name: rows with images are not offered for llama; choose a model of"):
         read_config(tiny_dir, whole=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("lfm2_vl", "transformers resizes its images with torchvision alone, and pixels are made by Pillow here"),
+        ("mllama", "its images reach the decoder through layers that rows without images skip"),
+        ("gemma3n", "its vision tower is code of the package timm"),
+    ],
+)
+def test_a_known_family_is_refused_with_its_reason(family, reason):
+    with pytest.raises(UserError, match=f"^model.name: rows with images are not offered for {family}: {reason}; choo"):
+        TOWER.refuse_family(family)
 
 
 def test_crops_of_pan_and_scan_are_refused(tmp_path):

@@ -104,7 +104,8 @@ OF_STAGES: dict[str, Any] = {
             ("gemma3", "full"),
             ("smolvlm", "lora"),
         ),
-        *(("gemma4", "lora"), ("gemma4_large", "full")),
+        *(("gemma4", "lora"), ("gemma4_large", "full"), ("glm4v", "lora"), ("glm4v_moe", "frozen")),
+        *(("paddleocr_vl", "full"), ("ovis2", "lora"), ("granite4_vision", "lora"), ("minicpmv4_6", "full")),
     ],
 )
 def test_a_family_passes_through_the_stages(tmp_path, monkeypatch, family, vision):

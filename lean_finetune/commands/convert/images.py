@@ -10,7 +10,8 @@ from typing import Any
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.layer_patterns import adapted_parts
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.images.families import Gemma3, Idefics3, Llava, Pixtral, family_of_images
+from lean_finetune.images.crop_families import Granite4Vision, Idefics3, Llava, MiniCpmV46, Ovis2
+from lean_finetune.images.families import Gemma3, Gemma4, Pixtral, family_of_images
 from lean_finetune.images.image_family import FEWEST, MOST, ImageFamily, Size
 from lean_finetune.islands.objectives.registry import OBJECTIVES, SFT
 from lean_finetune.pinning.config_file import CONFIG_FILE, json_object
@@ -19,7 +20,11 @@ ASSUMED = Size(height=768, width=1024)
 """The size of images where nothing limits it."""
 NAMES: tuple[tuple[str, type[ImageFamily]], ...] = (
     (r"(?i)gemma-?3(?!n)", Gemma3),
+    (r"(?i)gemma-?4", Gemma4),
+    (r"(?i)granite.*vision", Granite4Vision),
     (r"(?i)llava(?!.*onevision)", Llava),
+    (r"(?i)minicpm-?v-?4[._]6", MiniCpmV46),
+    (r"(?i)ovis-?2(?![._]5)", Ovis2),
     (r"(?i)pixtral|mistral.?small", Pixtral),
     (r"(?i)smolvlm|idefics3", Idefics3),
 )

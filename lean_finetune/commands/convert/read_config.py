@@ -157,7 +157,7 @@ def _word(word: str) -> Any:
 
 READS_IMAGES = re.compile(
     r"(?i)(?<![a-z])(\d*vl\d*|vision|omni|mllm|multimodal|llava|pixtral|paligemma|smolvlm\d*|internvl\w*|minicpm-?[vo]|"
-    r"mllama|voxtral|audio|asr|ocr\w*|image\w*|video\w*)(?![a-z])"
+    r"glm-?4[\d._]*v|ovis\d*|molmo\d*|mllama|voxtral|audio|asr|ocr\w*|image\w*|video\w*)(?![a-z])"
 )
 """Parts of names of models, templates and data sets whose rows usually have more than text."""
 

@@ -14,14 +14,15 @@ TAG = "<image>"
 PATH_TAG = re.compile("<img>([^<>]+)</img>")
 """A tag around the path of its image (Qwen-VL, ms-swift)."""
 
+_STARTS, _ENDS = r"<\|(?:vision_start|begin_of_image|IMAGE_START)\|>", r"<\|(?:vision_end|end_of_image|IMAGE_END)\|>"
+_TOKEN = r"<\|(?:image(?:_pad)?|IMAGE_PLACEHOLDER)\|>"
 # Tags of other tools, and what chat templates write for an image. The number says which of the row's images it is.
 _OTHER_TAG = re.compile(
     r"<\|?(?:image|img)[ _-]?(?P<number>\d{1,4})\|?>|<(?:Image|IMAGE|IMG|image_placeholder|img_placeholder)>"
     r"|(?:<Img>)?<ImageHere>(?:</Img>)?"
-    r"|\[IMG\]|(?P<token><\|vision_start\|>(?:<\|image_pad\|>)*<\|vision_end\|>|<\|image(?:_pad)?\|>"
-    r"|<start_of_image>|<image_soft_token>|<IMG_CONTEXT>)"
+    rf"|\[IMG\]|(?P<token>{_STARTS}(?:{_TOKEN})*{_ENDS}|{_TOKEN}|<start_of_image>|<image_soft_token>|<IMG_CONTEXT>)"
 )
-_WRAPPED_TAG = re.compile(f"(?:<im_start>|<[Ii]mg>|<[|]vision_start[|]>){TAG}(?:<im_end>|</[Ii]mg>|<[|]vision_end[|]>)")
+_WRAPPED_TAG = re.compile(f"(?:<im_start>|<[Ii]mg>|{_STARTS}){TAG}(?:<im_end>|</[Ii]mg>|{_ENDS})")
 """`TAG` between tokens that a chat template writes around an image."""
 _BARE_TAG = "<img>"
 """Also an element of HTML: only beside images it may be one."""

@@ -13,7 +13,7 @@ from lean_finetune.config.data_schema import Data
 from lean_finetune.config.schema import Bucket, Params, Train
 from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.images.attachment import ImageAttachment, ImageShape, Sizes, images_of
-from lean_finetune.images.families import MODELS
+from lean_finetune.images.families import MODELS, not_offered
 from lean_finetune.images.image_family import Size
 from lean_finetune.images.image_inputs import ImageInputs
 from lean_finetune.images.processor import ImageProcessor
@@ -33,10 +33,7 @@ PIXEL_PARTS = (2, 4, 8, 16)
 def refuse_images(p: Params, config: PretrainedConfig) -> None:
     """Refuse rows with images for a model or an objective that does not take them."""
     if config.model_type not in MODELS:
-        raise UserError(
-            f"model.name: rows with images are not offered for {config.model_type}; choose a model of "
-            f"{', '.join(MODELS)}"
-        )
+        raise UserError(not_offered(config.model_type))
     if p.train.goal.compares:
         raise UserError(
             f"--image: rows with images are trained with objective sft alone; got {p.train.objective}; set "

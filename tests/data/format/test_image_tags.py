@@ -57,6 +57,12 @@ READ: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         f"{IMAGE}?",
         ["a"],
     ),
+    "rendered by GLM": (asked("<|begin_of_image|><|image|><|end_of_image|>?", images=["a"]), f"{IMAGE}?", ["a"]),
+    "rendered by PaddleOCR": (
+        asked("<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>?", images=["a"]),
+        f"{IMAGE}?",
+        ["a"],
+    ),
     "wrapped by LLaVA": (asked("<im_start><image><im_end>?", images=["a"]), f"{IMAGE}?", ["a"]),
     "wrapped by InternVL": (asked("<img><image></img>?", images=["a"]), f"{IMAGE}?", ["a"]),
     "rendered by Gemma": (asked("<start_of_image>?", images=["a"]), f"{IMAGE}?", ["a"]),

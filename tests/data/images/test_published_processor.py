@@ -76,6 +76,8 @@ TOKENS = {
     "Idefics3 8B": 4 * 3 * (169 + 1 + 8) + (169 + 1 + 4) + 3 + 1,  # Names of crops are text: 8 tokens, and 4.
     "Qwen3-VL 30B-A3B": 1280 * 960 // 32**2,
     "Qwen3.5 †": 1280 * 960 // 32**2,
+    "GLM-4V †": 46 * 34,  # 1280 x 960 by 28, rounded.
+    "PaddleOCR-VL †": 46 * 34,
     "Gemma 4 †": 14 * 19 + 2,  # 672 x 912 pixels, of which 48 x 48 are a token; and a token on each side.
 }
 """Of an image of 1280 x 960, by hand."""
