@@ -257,6 +257,7 @@ MODELS = tuple(sorted({model for family in IMAGE_FAMILIES for model in family.mo
 """Values of model_type of these families."""
 REFUSED: Mapping[str, str] = {
     "gemma3n": "its vision tower is code of the package timm",
+    "minicpmv4_7": "the positions of its images follow from the text around them, which a prediction lacks",
     "mllama": "its images reach the decoder through layers that rows without images skip",
     **dict.fromkeys(
         ("gemma4_unified", "kimi_k25", "lfm2_vl", "llama4", "molmo2"),
