@@ -1,12 +1,11 @@
 """The monitor: its figures are those of the allocator and the system, and it finds real leaks."""
 
 import gc
-import json
 import mmap
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -24,12 +23,11 @@ from lean_finetune.train.monitor.memory_monitor import (
     CudaCounters,
     MallocCounters,
     MemoryMonitor,
+    host_peak,
     make_counters,
     process_bytes,
 )
 from lean_finetune.train.publish_outputs import train_metrics
-from tests.conftest import ROOT
-from tests.processes import run_bounded
 from tests.small_model import CPU, spec_of
 from tests.train.jobs import make_job, plan_of, random_lengths, random_tokens
 
@@ -92,31 +90,24 @@ def test_process_memory_is_separated_from_mapped_files(tmp_path: Path):
         assert process_bytes()[1] > own + 0.9 * size  # type: ignore[operator]
 
 
-PEAKS = """
-import json, numpy
-from lean_finetune.train.monitor.memory_monitor import host_peak
-before = numpy.ones(96 << 20, dtype=numpy.uint8)
-del before
-with host_peak() as found:
-    inside = numpy.ones(64 << 20, dtype=numpy.uint8)
-    del inside
-with host_peak() as nothing:
-    pass
-print(json.dumps([found.peak_bytes, found.added_bytes, nothing.added_bytes]))
-"""
-
-
 @linux
 def test_freed_memory_counts_inside_the_block_only():
-    """A peak between two samples missed, or an earlier peak of the process reported.
-
-    In a process of its own: garbage of earlier tests that is collected inside the block would be subtracted.
-    """
-    done = run_bounded([sys.executable, "-c", PEAKS], cwd=ROOT, check=True)
-    peak, added, nothing = json.loads(done.stdout)
-    assert 63 * MIB < added < 72 * MIB
-    assert peak > added
-    assert nothing < 4 * MIB
+    """A peak between two samples missed, or an earlier peak of the process reported."""
+    before = numpy.ones(96 << 20, dtype=numpy.uint8)
+    del before
+    gc.disable()  # Garbage of earlier tests that is collected inside a block would be subtracted.
+    try:
+        with host_peak() as found:
+            inside = numpy.ones(64 << 20, dtype=numpy.uint8)
+            del inside
+        with host_peak() as nothing:
+            pass
+    finally:
+        gc.enable()
+    assert found.peak_bytes is not None and found.added_bytes is not None and nothing.added_bytes is not None
+    assert 63 * MIB < found.added_bytes < 72 * MIB
+    assert found.peak_bytes > found.added_bytes
+    assert nothing.added_bytes < 4 * MIB
 
 
 @glibc
