@@ -23,6 +23,8 @@ from tests.conftest import ROOT
 from tests.small_vision import vision_model
 
 SAMPLE = ROOT / "data/raw/sample.jsonl"
+FEWER = ("--set", "train.grad_ckpt=false", "--set", "train.loss_chunk=256")
+"""Switches that are not searched for: a third of the traces."""
 
 
 def plan(*words: str) -> Result:
@@ -58,7 +60,7 @@ def test_the_set_is_written_with_comments(project: Path):
     assert found is not None
     steps = int(found[1])
     assert (steps < 100) == ("most fine-tunings take 100 or more: lower train.tokens_per_step" in text)
-    again = plan("--json", "--dry-run")
+    again = plan("--json", "--dry-run", *FEWER)
     answer = json.loads(again.output)
     assert answer["sets"][0]["peak_bytes"] > 0 and answer["rows"]["total"] == 200 and answer["written"] is None
 
@@ -102,7 +104,7 @@ def test_errors_are_one_line_and_write_nothing(project: Path, words: list[str], 
 
 def test_tokens_that_are_trained_by_their_text_are_counted_and_stay_text(project: Path):
     """A traceback: the step adds rows by ids, which the tokenizer knows."""
-    words = ("--length", "64", "--gpu", "1GiB", "--method", "lora", "--json")
+    words = ("--length", "64", "--gpu", "1GiB", "--method", "lora", "--set", "bucket.max_tokens=1024", "--json", *FEWER)
     results = plan(*words, "--dry-run"), plan(*words, "--set", 'train.lora.trainable_tokens=["<|im_start|>"]')
     without, counted = (json.loads(one.output)["sets"][0]["peak_bytes"] for one in results)
     assert counted > without
@@ -168,7 +170,7 @@ def test_a_set_for_rows_with_images_trains_them(drawn: Path, tmp_path: Path, mon
 def test_auto_steps_are_those_of_all_rows(project: Path, words: tuple[str, str], reason: str):
     """65,536 tokens a step for 200 short rows; or a number that other rows would lead to."""
     (project / "lengths.txt").write_text("".join(f"{20 + n % 100}\n" for n in range(200)))
-    auto = ("--gpu", "T4", "--set", "train.tokens_per_step=auto", *words)
+    auto = ("--gpu", "T4", "--set", "train.tokens_per_step=auto", *words, *FEWER)
     text = " ".join(plan(*auto, "--out", "planned.yaml").output.split())
     found = re.search(rf"tokens a step auto: ([\d,]+), {reason}: about (\d+) steps", text)
     assert found is not None, text
