@@ -77,7 +77,7 @@ CASES: dict[str, Any] = {
     "depths, updates in backward": (llama, H100, {"method": "full", "optimizer_in_backward": True}),
     "depths, CPU": (llama, CPU_TARGET, {"method": "lora"}),
     "windows, 6 k + 2": (lambda: gemma(26), H100, QLORA),
-    "windows, 6 k + 5, kept": (lambda: gemma(23), H100, {"method": "lora", "precision": "bf16"}),
+    "windows, 6 k + 5, kept": (lambda: gemma(17), H100, {"method": "lora", "precision": "bf16"}),
     "windows, all trained": (lambda: gemma(24), H100, {"method": "full", "precision": "bf16", "grad_ckpt": True}),
     "windows and experts": (gpt_oss, H100, QLORA),
     "experts but in the first layer": (deepseek, H100, QLORA),

@@ -16,15 +16,20 @@ from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.tool_step.tools import STEPS, step_of
 from tests.kit.specs import train_of
 
-LLAMA = LlamaConfig(
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=32000,
-    max_position_embeddings=4096,
-)
+
+def llama(layers: int) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=32000,
+        max_position_embeddings=4096,
+    )
+
+
+LLAMA = llama(2)
 
 
 LINEAR_LOSS = {"loss._component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}
@@ -80,10 +85,10 @@ def test_every_described_tool_has_changes_to_try():
     assert STEPS.keys() == CHANGES.keys() == ROW_KEYS.keys()
 
 
-def run_of(**sets: object) -> Run:
+def run_of(config: LlamaConfig = LLAMA, **sets: object) -> Run:
     flags = ["train.method=lora", "data.max_length=2048", "bucket.max_tokens=2048", "run.progress=false"]
     flags += [f"{name}={value}" for name, value in sets.items()]
-    return full_rows_run(with_flags(load_params(COMMON_PARAMS), flags), LLAMA, resolve_gpu("RTX-4090")[0])
+    return full_rows_run(with_flags(load_params(COMMON_PARAMS), flags), config, resolve_gpu("RTX-4090")[0])
 
 
 def test_the_causes_of_a_larger_peak_are_named_with_their_bytes():
@@ -104,16 +109,17 @@ def test_saved_tensors_that_move_to_the_host_are_on_the_gpu_one_layer_at_a_time(
         "loss._component_": "torchtune.modules.loss.CEWithChunkedOutputLoss",
         "enable_activation_checkpointing": True,
     }
-    sets = {"train.grad_ckpt": True}
+    sets: dict[str, object] = {"train.grad_ckpt": True}
+    deep = llama(8)
     there, away = (
-        predict_as_tool(run_of(**sets), "torchtune", {**keys, "enable_activation_offloading": offloaded})
+        predict_as_tool(run_of(deep, **sets), "torchtune", {**keys, "enable_activation_offloading": offloaded})
         for offloaded in (False, True)
     )
     assert isinstance(there, AsTool) and isinstance(away, AsTool)
-    layer_input_bytes = 2048 * LLAMA.hidden_size * 2
+    layer_input_bytes = 2048 * deep.hidden_size * 2
     saved_bytes = there.by_phase["forward"].bytes - away.by_phase["forward"].bytes
-    assert (LLAMA.num_hidden_layers - 4) * layer_input_bytes < saved_bytes  # Some are in flight.
-    assert saved_bytes < (LLAMA.num_hidden_layers + 2) * layer_input_bytes
+    assert (deep.num_hidden_layers - 4) * layer_input_bytes < saved_bytes  # Some are in flight.
+    assert saved_bytes < (deep.num_hidden_layers + 2) * layer_input_bytes
 
 
 def test_what_is_not_described_is_said():
