@@ -27,7 +27,15 @@ BYTES_PER_SECOND = 3.35e12
 """Of an H100 SXM, by its data sheet."""
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "8B": {"hidden": 4096, "intermediate": 14336, "layers": 32, "heads": 32, "kv_heads": 8, "vocabulary": 128256},
-    "32B": {"hidden": 5120, "intermediate": 25600, "layers": 64, "heads": 64, "kv_heads": 8, "vocabulary": 151936},
+    "32B": {
+        "hidden": 5120,
+        "intermediate": 25600,
+        "layers": 64,
+        "heads": 64,
+        "kv_heads": 8,
+        "vocabulary": 151936,
+        "head_dim": 128,
+    },
     "70B": {"hidden": 8192, "intermediate": 28672, "layers": 80, "heads": 64, "kv_heads": 8, "vocabulary": 128256},
 }
 """Llama 3.1 8B and 70B, Qwen3 32B."""
