@@ -1,5 +1,6 @@
 """What the keys of other tools' configurations mean for their training step."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -85,7 +86,11 @@ def test_every_described_tool_has_changes_to_try():
     assert STEPS.keys() == CHANGES.keys() == ROW_KEYS.keys()
 
 
-def run_of(config: LlamaConfig = LLAMA, **sets: object) -> Run:
+def run_of(**sets: object) -> Run:
+    return run_of_model(LLAMA, sets)
+
+
+def run_of_model(config: LlamaConfig, sets: Mapping[str, object]) -> Run:
     flags = ["train.method=lora", "data.max_length=2048", "bucket.max_tokens=2048", "run.progress=false"]
     flags += [f"{name}={value}" for name, value in sets.items()]
     return full_rows_run(with_flags(load_params(COMMON_PARAMS), flags), config, resolve_gpu("RTX-4090")[0])
@@ -109,10 +114,10 @@ def test_saved_tensors_that_move_to_the_host_are_on_the_gpu_one_layer_at_a_time(
         "loss._component_": "torchtune.modules.loss.CEWithChunkedOutputLoss",
         "enable_activation_checkpointing": True,
     }
-    sets: dict[str, object] = {"train.grad_ckpt": True}
+    sets = {"train.grad_ckpt": True}
     deep = llama(8)
     there, away = (
-        predict_as_tool(run_of(deep, **sets), "torchtune", {**keys, "enable_activation_offloading": offloaded})
+        predict_as_tool(run_of_model(deep, sets), "torchtune", {**keys, "enable_activation_offloading": offloaded})
         for offloaded in (False, True)
     )
     assert isinstance(there, AsTool) and isinstance(away, AsTool)
