@@ -14,8 +14,9 @@ from benchmarks.models.depth import compared, depth_cases
 from benchmarks.models.families import outcome
 from benchmarks.models.page import write_page
 from benchmarks.models.planned import planned, planned_cases
-from benchmarks.models.published import image_models, predicted, predicted_with_image, published_models
+from benchmarks.models.published import predicted, predicted_with_image, published_models
 from lean_finetune.core.atomic_files import read_json, write_json
+from tests.kit.image_models import image_models
 from tests.kit.tiny_config import family_names
 
 TABLES: Mapping[str, tuple[str, Callable[[], Iterable[str]], Callable[[str], Row]]] = {

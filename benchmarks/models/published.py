@@ -1,6 +1,6 @@
 """Predicted peaks of published models, whose sizes are in published.json: micro-batches of 4096 tokens.
 
-Those of published_images.json have an image beside the text of every row.
+Those of tests/kit/published_images.json have an image beside the text of every row.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.assumed_images import RowOfImages
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.cuda_kernels import target_of
+from tests.kit.image_models import image_models
 
 MODELS = Path(__file__).with_name("published.json")
-IMAGE_MODELS = Path(__file__).with_name("published_images.json")
 IMAGE = Size(height=960, width=1280)
 ADAPTERS = ("qlora", "lora")
 GPU, NEWER_GPU = "A100-80GB", "H100"
@@ -36,11 +36,6 @@ AS_MEASURED = ("train.lora.joined=none", "train.fused_norms=none")
 def published_models() -> dict[str, Mapping[str, Any]]:
     """The values of config.json by model; those of transformers' defaults if only its family is given."""
     return {model["model"]: model["config"] for model in read_json(MODELS)}
-
-
-def image_models() -> dict[str, Mapping[str, Any]]:
-    """As `published_models`, of models that are trained on rows with images."""
-    return {model["model"]: model["config"] for model in read_json(IMAGE_MODELS)}
 
 
 def has_default_sizes(config: Mapping[str, Any]) -> bool:

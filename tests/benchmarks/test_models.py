@@ -9,11 +9,12 @@ from benchmarks.harness import RESULTS
 from benchmarks.models.families import outcome
 from benchmarks.models.page import PAGE, page_text
 from benchmarks.models.planned import planned, planned_cases
-from benchmarks.models.published import IMAGE_MODELS, image_models, published_models
+from benchmarks.models.published import published_models
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.model.model_config import read_config
 from tests.conftest import ROOT
+from tests.kit.image_models import IMAGE_MODELS, image_models
 from tests.kit.tiny_config import family_names
 
 REMEDY = "python -m benchmarks.models families"

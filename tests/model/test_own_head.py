@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.models.published import image_models
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.model.model_config import read_config
+from tests.kit.image_models import image_models
 
 MODELS = {"mistral3": "Mistral Small 3.1 24B", "internvl": "InternVL3 1B"}
 EMBEDDING, HEAD = "model.language_model.embed_tokens.weight", "language_model.lm_head.weight"

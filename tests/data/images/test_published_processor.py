@@ -9,12 +9,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
-from benchmarks.models.published import image_models
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.images.image_family import Size
 from lean_finetune.images.processor import ImageProcessor
 from lean_finetune.images.published_processor import published_processor
+from tests.kit.image_models import image_models
 
 IMAGE = Size(height=960, width=1280)
 SIZES = (IMAGE, Size(333, 777), Size(2000, 500))

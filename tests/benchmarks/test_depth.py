@@ -3,6 +3,9 @@
 import pytest
 
 from benchmarks.models.depth import compared, depth_cases
+from tests.memory.conftest import traced_anew
+
+__all__ = ["traced_anew"]  # A fixture.
 
 
 @pytest.mark.slow
