@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lean_finetune.core.atomic_files import FIGURES, seal_tables, write_csv, write_json, write_sealed, write_text
-from lean_finetune.memory.predict.peak import TIMELINE_COLUMNS
+from lean_finetune.memory.predict.explanation import TIMELINE_COLUMNS
 from lean_finetune.memory.trace.memory_trace import CATEGORIES
 from lean_finetune.train.callbacks.callback import CURVE_COLUMNS
 from tests.token_files import write_tokens

@@ -20,6 +20,7 @@ from lean_finetune.memory.advice.traffic import traffic_of
 from lean_finetune.memory.advice.verdict import answer, deciding_tier, judge_run
 from lean_finetune.memory.advice.what_fits import as_advice, as_rows, find_limits, sweep_switches
 from lean_finetune.memory.predict.deep_events import step_events
+from lean_finetune.memory.predict.explanation import TIMELINE_COLUMNS
 from lean_finetune.memory.predict.other_phases import (
     LOAD,
     OtherPhases,
@@ -33,7 +34,7 @@ from lean_finetune.memory.predict.other_phases import (
     reference_shape,
     shapes_carried,
 )
-from lean_finetune.memory.predict.peak import TIMELINE_COLUMNS, Prediction
+from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.process_memory import as_json, closed_form, disk_state_bytes, on_host
 from lean_finetune.memory.trace.memory_trace import Peak
 from lean_finetune.model.files.quantized_checkpoint import format_text

@@ -20,8 +20,9 @@ from lean_finetune.memory.devices import (
     precision_on,
 )
 from lean_finetune.memory.predict.assumed_rows import TEXT_ROW, FullRow
+from lean_finetune.memory.predict.explanation import Explanation, predict_explained
 from lean_finetune.memory.predict.other_phases import load_and_save
-from lean_finetune.memory.predict.peak import Explanation, Prediction, predict, predict_explained
+from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.process_memory import disk_state_bytes, host_shortage, host_state_bytes
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of

@@ -20,7 +20,7 @@ import numpy as np
 from lean_finetune.memory.predict.depth_extrapolation import NotRepeated
 from lean_finetune.memory.predict.layer_repetition import Repetition, find_repetition, shallow_models
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, trace_steps
-from lean_finetune.memory.trace.memory_trace import MemoryTrace
+from lean_finetune.memory.trace.memory_trace import CATEGORIES, MemoryTrace
 
 NONE = -1
 """Target of an allocation."""
@@ -54,6 +54,18 @@ class StepEvents:
         bounds = (place for span in (*spans, *self.workspaces) for place in span)
         return tuple(sorted([0, *self.micro_batches, *bounds, len(self)]))
 
+    def order(self) -> np.ndarray:
+        """The events, with frees that follow each other in the order of their allocations."""
+        is_alloc_E = self.target_E == NONE
+        begins_E = is_alloc_E.copy()
+        begins_E[1:] |= is_alloc_E[:-1]
+        begins_E[[cut for cut in self.cuts if cut < len(self)]] = True
+        return np.lexsort((self.target_E, begins_E.cumsum()))
+
+    def permuted(self, order: np.ndarray) -> "StepEvents":
+        """The events in another order, in which allocations keep their places."""
+        return replace(self, **{name: getattr(self, name)[order] for name in ("size_E", "target_E", "stream_E")})
+
 
 def events_of(trace: MemoryTrace) -> StepEvents:
     """The events of a trace of all layers."""
@@ -63,8 +75,8 @@ def events_of(trace: MemoryTrace) -> StepEvents:
 def _ordered(trace: MemoryTrace) -> tuple[StepEvents, np.ndarray]:
     """The events of a trace, and the storage of each.
 
-    Frees that follow each other are in the order of their allocations. Their own order does not matter to the
-    allocator, and it differs by chance: autocast forgets its copies of weights in the order of a hash table.
+    The order of frees that follow each other does not matter to the allocator, and it differs by chance: autocast
+    forgets its copies of weights in the order of a hash table. So they are in the order of their allocations.
     """
     made = np.array(trace.events, dtype=np.int64).reshape(-1, 2)
     storage_E, is_alloc_E = made[:, 0], made[:, 1] > 0
@@ -80,16 +92,12 @@ def _ordered(trace: MemoryTrace) -> tuple[StepEvents, np.ndarray]:
         micro_batches=tuple(start for start, _ in trace.micro_batches),
         workspaces=tuple((int(allocated_at[storage]), place) for storage, place in trace.first_products.items()),
     )
-    begins_E = is_alloc_E.copy()
-    begins_E[1:] |= is_alloc_E[:-1]
-    begins_E[[cut for cut in events.cuts if cut < len(events)]] = True
-    order = np.lexsort((target_E, begins_E.cumsum()))
-    ordered = {name: getattr(events, name)[order] for name in ("size_E", "target_E", "stream_E")}
-    return replace(events, **ordered), storage_E[order]
+    order = events.order()
+    return events.permuted(order), storage_E[order]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Sequence:
+class Comparable:
     """The events of one depth, comparable with those of the others."""
 
     events: StepEvents
@@ -97,9 +105,11 @@ class _Sequence:
     """Number of (allocation or free, operation, category, stream, bytes)."""
     kind_E: np.ndarray
     """The same without the bytes."""
+    category_E: np.ndarray
+    """Number of the category."""
 
 
-def _sequence(trace: MemoryTrace, numbers: dict[Any, int]) -> _Sequence:
+def comparable(trace: MemoryTrace, numbers: dict[Any, int]) -> Comparable:
     """The events of a trace; `numbers` are those of tokens and kinds at all depths."""
     events, storage_E = _ordered(trace)
     kind_of, token_of = [], []
@@ -109,10 +119,11 @@ def _sequence(trace: MemoryTrace, numbers: dict[Any, int]) -> _Sequence:
         kind_of.append(numbers.setdefault(kind, len(numbers)))
         token_of.append(numbers.setdefault((kind, size), len(numbers)))
     is_alloc_E = events.target_E == NONE
-    return _Sequence(
+    return Comparable(
         events=events,
         token_E=np.array(token_of)[storage_E] * 2 + is_alloc_E,
         kind_E=np.array(kind_of)[storage_E] * 2 + is_alloc_E,
+        category_E=np.array([CATEGORIES.index(trace.category(k)) for k in range(len(kind_of))])[storage_E],
     )
 
 
@@ -121,7 +132,7 @@ class _Part:
     """A part of the sequence that a deeper model repeats: so many events from a place in each trace."""
 
     starts: tuple[int, ...]
-    """Where the first copy begins in each trace; they have one copy, two and three of them."""
+    """Where the first copy begins in each trace."""
     length: int
     """Events of a copy."""
 
@@ -133,19 +144,30 @@ def deep_events(traces: Sequence[MemoryTrace], repetition: Repetition) -> StepEv
         NotRepeated: the deepest trace does not follow from the other two.
     """
     numbers: dict[Any, int] = {}
-    depths = [_sequence(trace, numbers) for trace in traces]
-    if len({len(depth.events.cuts) for depth in depths}) > 1:
-        raise NotRepeated("a phase runs in some depths alone")
-    sections = zip(*(pairwise(depth.events.cuts) for depth in depths), strict=True)
-    parts = [part for section in sections for part in _repeated(depths, section)]
-    return _Deepened(depths, parts, (repetition.layers - repetition.depths[-1]) // repetition.period).events()
+    more = (repetition.layers - repetition.depths[-1]) // repetition.period
+    return extrapolated([comparable(trace, numbers) for trace in traces], (0, 1, 2), more)
 
 
+Deeper = tuple[int, int, int]
+"""By how many copies of each part every trace is deeper than the first one, which has one."""
 Section = tuple[tuple[int, int], ...]
 """Start and end, in each trace, of the events between two cuts."""
 
 
-def _repeated(depths: Sequence[_Sequence], section: Section) -> Iterator[_Part]:
+def extrapolated(depths: Sequence[Comparable], deeper: Deeper, more: int) -> StepEvents:
+    """The events of a model that has `more` copies of each part than the deepest of three depths.
+
+    Raises:
+        NotRepeated: the deepest one does not follow from the other two.
+    """
+    if len({len(depth.events.cuts) for depth in depths}) > 1:
+        raise NotRepeated("a phase runs in some depths alone")
+    sections = zip(*(pairwise(depth.events.cuts) for depth in depths), strict=True)
+    parts = [part for section in sections for part in _repeated(depths, section, deeper)]
+    return _Deepened(depths, parts, deeper, more).events()
+
+
+def _repeated(depths: Sequence[Comparable], section: Section, deeper: Deeper) -> Iterator[_Part]:
     """The parts that are repeated within a section.
 
     Raises:
@@ -154,14 +176,14 @@ def _repeated(depths: Sequence[_Sequence], section: Section) -> Iterator[_Part]:
     starts = tuple(start for start, _ in section)
     first, second, third = (end - start for start, end in section)
     growth = second - first
-    if third - second != growth or growth < 0:
+    if third - first != deeper[-1] * growth or growth < 0:
         raise NotRepeated(f"a section has {first}, {second}, {third} events")
-    found = _Alignment(depths, section, growth).insertions()
+    found = _Alignment(depths, section, growth, deeper).insertions()
     if found is None:
         raise NotRepeated("events of the depths differ by more than repeated parts")
     shift, free_from = 0, 0
     for place, length in found:
-        part = _place(depths, starts, place=place, length=length, shift=shift, free_from=free_from)
+        part = _Place(depths, starts, deeper, place=place, length=length, shift=shift).part(free_from)
         yield part
         free_from = part.starts[0] - starts[0] + length
         shift += length
@@ -170,17 +192,17 @@ def _repeated(depths: Sequence[_Sequence], section: Section) -> Iterator[_Part]:
 class _Alignment:
     """Finds where events are inserted as a model gets deeper, in one section."""
 
-    def __init__(self, depths: Sequence[_Sequence], section: Section, growth: int):
+    def __init__(self, depths: Sequence[Comparable], section: Section, growth: int, deeper: Deeper):
         self._a, self._b, self._c = (d.token_E[start:end] for d, (start, end) in zip(depths, section, strict=True))
         self._kinds = [d.kind_E[start:end] for d, (start, end) in zip(depths, section, strict=True)]
         self._sizes = [d.events.size_E[start:end] for d, (start, end) in zip(depths, section, strict=True)]
-        self._growth = growth
+        self._growth, self._deeper = growth, deeper
         self._dead: set[tuple[int, int]] = set()
 
     def insertions(self) -> list[tuple[int, int]] | None:
         """(Place in the first trace, number of inserted events), ascending; None if there is no such explanation.
 
-        The second trace has them once and the third twice, as copies of the events before the place.
+        The second trace has them once and the third several times, as copies of the events before the place.
         """
         return self._from(0, 0)
 
@@ -203,90 +225,100 @@ class _Alignment:
     def _alike(self, start: int, shift: int) -> int:
         """How many events from `start` are alike at all depths, or differ by a size that is linear in depth."""
         count = len(self._a) - start
-        count = min(count, len(self._b) - start - shift, len(self._c) - start - 2 * shift)
-        ranges = [slice(start + k * shift, start + k * shift + count) for k in range(3)]
+        count = min(count, len(self._b) - start - shift, len(self._c) - start - self._deeper[-1] * shift)
+        ranges = [slice(start + k * shift, start + k * shift + count) for k in self._deeper]
         a, b, c = self._a[ranges[0]], self._b[ranges[1]], self._c[ranges[2]]
         alike = (a == b) & (b == c)
         if not alike.all():
             kinds = [kind[r] for kind, r in zip(self._kinds, ranges, strict=True)]
             low, middle, high = (size[r] for size, r in zip(self._sizes, ranges, strict=True))
-            grows = (middle > low) & (high - middle == middle - low)
+            grows = (middle > low) & (high - low == self._deeper[-1] * (middle - low))
             alike |= (kinds[0] == kinds[1]) & (kinds[1] == kinds[2]) & grows
         differ = np.flatnonzero(~alike)
         return int(differ[0]) if len(differ) else count
 
     def _is_inserted(self, place: int, length: int, shift: int) -> bool:
-        """Whether the events before a place are repeated there, once in the second trace and twice in the third."""
-        b, c = place + shift, place + 2 * shift
-        if c + 2 * length > len(self._c) or self._c[c] != self._a[place - length]:
+        """Whether the events before a place are repeated there, once in the second trace and often in the third."""
+        copies = self._deeper[-1]
+        b, c = place + shift, place + copies * shift
+        if c + copies * length > len(self._c) or self._c[c] != self._a[place - length]:
             return False
         copy = self._a[place - length : place]
-        return (
-            np.array_equal(self._b[b : b + length], copy)
-            and np.array_equal(self._c[c : c + length], copy)
-            and np.array_equal(self._c[c + length : c + 2 * length], copy)
+        return np.array_equal(self._b[b : b + length], copy) and np.array_equal(
+            self._c[c : c + copies * length], np.tile(copy, copies)
         )
 
 
-def _place(
-    depths: Sequence[_Sequence], starts: Sequence[int], *, place: int, length: int, shift: int, free_from: int
-) -> _Part:
-    """Choose which copies of a part are repeated: those whose references are linear; the others stay literal.
+class _Place:
+    """Chooses which copies of a part are repeated: those whose references are linear; the others stay literal.
 
     Copies near an end of the model may refer to something outside of the layers.
-
-    Raises:
-        NotRepeated: none are.
     """
-    tokens = depths[0].token_E[starts[0] : starts[0] + place]
-    # The part's copies before `place`, perhaps incomplete: from `earliest` on, each event equals that a copy later.
-    unlike = np.flatnonzero(tokens[free_from : place - length] != tokens[free_from + length : place])
-    earliest = free_from + (int(unlike[-1]) + 1 if len(unlike) else 0)
-    origins = [start + k * shift for k, start in enumerate(starts)]
-    position = np.arange(earliest, place)
-    before = _is_linear(depths, [origin + position for origin in origins])
-    after = _is_linear(depths, [origin + position + k * length for k, origin in enumerate(origins)])
-    core = _is_linear_in_copies(depths, origins, position, length)
-    count = len(position) - length + 1
-    sums = [np.concatenate([[0], np.cumsum(~good)]) for good in (before, core, after)]
-    first = np.arange(count)
-    faults = sums[0][first] + sums[1][first + length] - sums[1][first] + sums[2][-1] - sums[2][first + length]
-    good = np.flatnonzero(faults == 0)
-    if not len(good):
-        raise NotRepeated("what a layer frees does not follow from other depths")
-    chosen = earliest + int(good[len(good) // 2])
-    return _Part(starts=tuple(origin + chosen for origin in origins), length=length)
 
+    def __init__(
+        self,
+        depths: Sequence[Comparable],
+        starts: Sequence[int],
+        deeper: Deeper,
+        *,
+        place: int,
+        length: int,
+        shift: int,
+    ):
+        self._tokens = depths[0].token_E[starts[0] : starts[0] + place]
+        self._target_E = [depth.events.target_E for depth in depths]
+        self._origins = [start + k * shift for k, start in zip(deeper, starts, strict=True)]
+        self._deeper, self._place, self._length = deeper, place, length
 
-def _is_linear(depths: Sequence[_Sequence], positions: Sequence[np.ndarray]) -> np.ndarray:
-    """Whether what events free is linear in depth."""
-    low, middle, high = (d.events.target_E[where] for d, where in zip(depths, positions, strict=True))
-    return (high - middle == middle - low) & ((low == NONE) == (high == NONE))
+    def part(self, free_from: int) -> _Part:
+        """The part; its copies begin at `free_from` or after.
 
+        Raises:
+            NotRepeated: none of them have linear references.
+        """
+        place, length = self._place, self._length
+        # The part's copies before `place`, perhaps incomplete: from `earliest` on, each event equals that a copy later.
+        unlike = np.flatnonzero(self._tokens[free_from : place - length] != self._tokens[free_from + length : place])
+        earliest = free_from + (int(unlike[-1]) + 1 if len(unlike) else 0)
+        position = np.arange(earliest, place)
+        before = self._is_linear(position, (0, 0, 0))
+        after = self._is_linear(position, self._deeper)
+        core = self._is_linear_in_copies(position)
+        count = len(position) - length + 1
+        sums = [np.concatenate([[0], np.cumsum(~good)]) for good in (before, core, after)]
+        first = np.arange(count)
+        faults = sums[0][first] + sums[1][first + length] - sums[1][first] + sums[2][-1] - sums[2][first + length]
+        good = np.flatnonzero(faults == 0)
+        if not len(good):
+            raise NotRepeated("what a layer frees does not follow from other depths")
+        chosen = earliest + int(good[len(good) // 2])
+        return _Part(starts=tuple(origin + chosen for origin in self._origins), length=length)
 
-def _is_linear_in_copies(
-    depths: Sequence[_Sequence], origins: Sequence[int], position: np.ndarray, length: int
-) -> np.ndarray:
-    """Whether what events free is linear in depth and in the number of the copy, if the first copy has a position."""
+    def _targets(self, depth: int, position: np.ndarray, copy: int) -> np.ndarray:
+        """What a copy of events frees, if the first copy has a position."""
+        target_E = self._target_E[depth]
+        return target_E[np.minimum(self._origins[depth] + position + copy * self._length, len(target_E) - 1)]
 
-    def target(depth: int, copy: int) -> np.ndarray:
-        target_E = depths[depth].events.target_E
-        return target_E[np.minimum(origins[depth] + position + copy * length, len(target_E) - 1)]
+    def _is_linear(self, position: np.ndarray, copies: Deeper) -> np.ndarray:
+        """Whether what events free is linear in depth."""
+        low, middle, high = (self._targets(depth, position, copy) for depth, copy in enumerate(copies))
+        return (high - low == self._deeper[-1] * (middle - low)) & ((low == NONE) == (high == NONE))
 
-    per_copy, per_depth = target(2, 1) - target(2, 0), target(2, 0) - target(1, 0)
-    return (
-        (target(2, 2) - target(2, 1) == per_copy)
-        & (target(1, 1) - target(1, 0) == per_copy)
-        & (target(1, 0) - target(0, 0) == per_depth)
-    )
+    def _is_linear_in_copies(self, position: np.ndarray) -> np.ndarray:
+        """Whether what events free is linear in depth and in the number of the copy."""
+        per_copy = self._targets(1, position, 1) - self._targets(1, position, 0)
+        linear = self._is_linear(position, (0, 0, 0))
+        for copy in range(self._deeper[-1]):
+            linear &= self._targets(2, position, copy + 1) - self._targets(2, position, copy) == per_copy
+        return linear
 
 
 class _Deepened:
     """Puts the events of a deeper model together."""
 
-    def __init__(self, depths: Sequence[_Sequence], parts: Sequence[_Part], more: int):
-        """`more` is the number of copies that each part has beyond those of the deepest trace."""
-        self._depths, self._parts, self._more = [depth.events for depth in depths], parts, more
+    def __init__(self, depths: Sequence[Comparable], parts: Sequence[_Part], deeper: Deeper, more: int):
+        self._depths, self._parts = [depth.events for depth in depths], parts
+        self._deeper, self._more = deeper, more
         self._sizes: list[np.ndarray] = []
         self._targets: list[np.ndarray] = []
         self._streams: list[np.ndarray] = []
@@ -301,7 +333,7 @@ class _Deepened:
         for part in self._parts:
             self._literal(places, part.starts)
             self._copies(part)
-            places = [start + (k + 1) * part.length for k, start in enumerate(part.starts)]
+            places = [start + (1 + k) * part.length for k, start in zip(self._deeper, part.starts, strict=True)]
         self._literal(places, [len(events) for events in self._depths])
         last = self._depths[-1]
         moved = self._moved()
@@ -313,7 +345,7 @@ class _Deepened:
             micro_batches=tuple(moved(start) for start in last.micro_batches),
             workspaces=tuple((moved(place), moved(use)) for place, use in last.workspaces),
         )
-        _check(found)
+        check_frees(found)
         return found
 
     def _literal(self, starts: Sequence[int], ends: Sequence[int]) -> None:
@@ -323,18 +355,18 @@ class _Deepened:
         spans = [slice(start, end) for start, end in zip(starts, ends, strict=True)]
         for name, found in (("size_E", self._sizes), ("target_E", self._targets), ("stream_E", self._streams)):
             low, middle, high = (getattr(events, name)[span] for events, span in zip(self._depths, spans, strict=True))
-            if not np.array_equal(high - middle, middle - low):
+            if not np.array_equal(high - low, self._deeper[-1] * (middle - low)):
                 raise NotRepeated("what is freed between layers is not linear in depth")
-            found.append(high + (high - middle) * self._more)
+            found.append(high + (middle - low) * self._more)
 
     def _copies(self, part: _Part) -> None:
         """All copies of a part."""
-        (_, second, third), (_, b, c) = self._depths, part.starts
+        (first, second, third), (a, b, c) = self._depths, part.starts
         span = slice(c, c + part.length)
         low = third.target_E[span]
         per_copy = third.target_E[c + part.length : c + 2 * part.length] - low
-        per_depth = low - second.target_E[b : b + part.length]
-        copies = 3 + self._more
+        per_depth = second.target_E[b : b + part.length] - first.target_E[a : a + part.length]
+        copies = 1 + self._deeper[-1] + self._more
         self._sizes.append(np.tile(third.size_E[span], copies))
         self._streams.append(np.tile(third.stream_E[span], copies))
         self._targets.append((low + per_depth * self._more + per_copy * np.arange(copies)[:, np.newaxis]).reshape(-1))
@@ -346,7 +378,7 @@ class _Deepened:
         return lambda place: int(place + self._more * lengths[np.searchsorted(starts, place, side="left")])
 
 
-def _check(events: StepEvents) -> None:
+def check_frees(events: StepEvents) -> None:
     """Check that every free refers to an earlier allocation of its size, which is freed once.
 
     Raises:

@@ -164,6 +164,31 @@ class WindowTrace(MemoryTrace):
                 return layer
         return self._outside
 
+    def layer_spans(self, visit: int) -> list[tuple[int, int, int]]:
+        """First event, end and layer of those that run in a phase, in order; none if no layer runs.
+
+        What runs between two layers belongs to the first one.
+
+        Raises:
+            NotRepeated: layers do not run one after the other.
+        """
+        _, end, _ = self.phases[visit]
+        places = [(event, layer) for event, number, layer in self.places if number == visit]
+        inside = [place for place, (_, layer) in enumerate(places) if layer >= 0]
+        if not inside:
+            return []
+        run: list[tuple[int, int]] = []
+        for event, layer in places[inside[0] : inside[-1] + 1]:
+            if layer >= 0 and (not run or run[-1][1] != layer):
+                run.append((event, layer))
+        after = places[inside[-1] + 1][0] if inside[-1] + 1 < len(places) else end
+        order = [layer for _, layer in run]
+        upward = sorted(order)
+        if upward != list(range(len(order))) or order not in (upward, upward[::-1]):
+            raise NotRepeated("layers do not run one after the other")
+        ends = [*(event for event, _ in run[1:]), after]
+        return [(event, end, layer) for (event, layer), end in zip(run, ends, strict=True)]
+
     def label(self, storage_id: int) -> Label:
         """How a storage is distinguished from others of its size."""
         return (self._categories[storage_id],)

@@ -131,7 +131,12 @@ def _traced_in(kind: type[Trace], model: TracedModel, use: Use, adapted: bool, s
         if setting.train.adapted and adapted:
             trace.register([local(tensor) for _, tensor in named_trained(module)], ADAPTERS)
         trace.begin_steps(module)
-        with trace.recording(), part_loop(trace, skip=skip), torch.no_grad(), autocast(setting.train, "cpu"):
+        with (
+            trace.recording(),
+            part_loop(trace, skip=skip, all_events=False),
+            torch.no_grad(),
+            autocast(setting.train, "cpu"),
+        ):
             use(parallel, trace)
     return trace
 

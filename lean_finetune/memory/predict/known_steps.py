@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from lean_finetune.memory.predict.depth_extrapolation import WindowTrace
+from lean_finetune.memory.predict.depth_extrapolation import NotRepeated, WindowTrace
 from lean_finetune.memory.predict.layer_repetition import (
     Repetition,
     config_key,
@@ -214,34 +214,24 @@ def layout_of(trace: WindowTrace, numbers: _Numbers) -> Layout | None:
 
 
 def _visit(events: _Events, trace: WindowTrace, number: int, before_C: np.ndarray) -> Visit | None:
-    """A phase in parts; None if layers do not run one after the other.
-
-    What runs between two layers belongs to the first one.
-    """
+    """A phase in parts; None if layers do not run one after the other."""
     start, end, name = trace.phases[number]
-    places = [(event, layer) for event, visit, layer in trace.places if visit == number]
-    inside = [place for place, (_, layer) in enumerate(places) if layer >= 0]
-    if not inside:
+    try:
+        spans = trace.layer_spans(number)
+    except NotRepeated:
+        return None
+    if not spans:
         whole, nothing = events.part(start, end), events.part(end, end)
         return Visit(phase=name, before_C=before_C, first=whole, layers=(), upward=True, last=nothing)
-    run: list[tuple[int, int]] = []
-    for event, layer in places[inside[0] : inside[-1] + 1]:
-        if layer >= 0 and (not run or run[-1][1] != layer):
-            run.append((event, layer))
-    after = places[inside[-1] + 1][0] if inside[-1] + 1 < len(places) else end
-    order = [layer for _, layer in run]
-    upward = order == sorted(order)
-    if sorted(order) != list(range(len(order))) or (not upward and order != sorted(order, reverse=True)):
-        return None
-    bounds = [*(event for event, _ in run), after]
-    parts = [events.part(first, last) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+    parts = [events.part(first, last) for first, last, _ in spans]
+    upward = spans[0][2] == 0
     return Visit(
         phase=name,
         before_C=before_C,
-        first=events.part(start, bounds[0]),
+        first=events.part(start, spans[0][0]),
         layers=tuple(parts if upward else reversed(parts)),
         upward=upward,
-        last=events.part(after, end),
+        last=events.part(spans[-1][1], end),
     )
 
 
@@ -285,14 +275,25 @@ def _sizes(peak: Peak) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Shown:
+    """A model of a few layers that was traced, and from whose events those of a deep one follow."""
+
+    model: TracedModel
+    layers: Sequence[int]
+    """For each layer of the deep model, the one of these that works alike."""
+    base_C: np.ndarray
+    """Bytes of the deep model before the forward pass of the last micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Traced:
     """A step that was predicted from traces."""
 
     model: TracedModel
     steps: TracedSteps
     traces: Sequence[WindowTrace]
-    """Of the depths of `repetition`, or one of all layers."""
-    repetition: Repetition | None
+    """Of the depths of `repetition`, one of the model that is shown, or one of all layers."""
+    repetition: Repetition | Shown | None
     by_phase: Mapping[str, Peak]
 
     def template(self) -> _Template | None:
@@ -302,20 +303,21 @@ class _Traced:
         if any(layout is None for layout in layouts):
             return None
         known: list[Layout] = [layout for layout in layouts if layout is not None]
-        found = self._of_all_layers(known[0], numbers) if self.repetition is None else self._of_depths(known)
-        if found is None:
-            return None
-        shallow, layers, layout, more_C = found
+        if isinstance(shown := self.repetition, Shown):
+            shallow, layers, layout, more_C = shown.model, shown.layers, known[0], shown.base_C - known[0].base_C
+        else:
+            found = self._of_all_layers(known[0], numbers) if shown is None else self._of_depths(known, shown)
+            if found is None:
+                return None
+            shallow, layers, layout, more_C = found
         highest, end_C = layout.put_together(layout.base_C + more_C, layers)
         if any(peak_of(sizes_C) != self.by_phase[phase] for phase, sizes_C in highest.items()):
             return None
         update = {phase: _sizes(peak) - end_C for phase, peak in self.by_phase.items() if phase not in highest}
         return _Template(shallow=shallow, layers=layers, layout=layout, more_C=more_C, update=update, numbers=numbers)
 
-    def _of_depths(self, known: Sequence[Layout]) -> "_Found | None":
+    def _of_depths(self, known: Sequence[Layout], repetition: Repetition) -> "_Found | None":
         """From three depths: the shallowest model has every part, and the deepest shows that others repeat them."""
-        repetition = self.repetition
-        assert repetition is not None
         (low, middle, high), fewest = known, repetition.depths[0]
         period_C = middle.base_C - low.base_C
         deepest = _positions(repetition.depths[-1], fewest, repetition.period)
@@ -345,7 +347,7 @@ class _Traced:
             return None
         fewer = for_fewer_layers(self.model.setting, self.model.config)
         shallow = self.model.with_setting(fewer).with_config(config)
-        layout = layout_of(trace_steps(WindowTrace, shallow, self.steps, all_events=False)[0], numbers)
+        layout = layout_of(trace_steps(WindowTrace, shallow, self.steps)[0], numbers)
         if layout is None or not deep.repeats(layout, layers):
             return None
         return shallow, layers, layout, deep.base_C - layout.base_C
@@ -401,11 +403,11 @@ def remember(
     model: TracedModel,
     steps: TracedSteps,
     traces: Sequence[WindowTrace],
-    repetition: Repetition | None,
+    repetition: Repetition | Shown | None,
     by_phase: Mapping[str, Peak],
     reason: str,
 ) -> None:
-    """Keep the traces of predicted steps, from which other ones may be predicted: of depths, or one of all layers."""
+    """Keep the traces of predicted steps, from which others may be predicted: of depths, of few or of all layers."""
     key = _key(model, steps)
     if key is None or _traced.get(key, (key, ""))[0] is None:
         return

@@ -160,7 +160,7 @@ def trace_steps(
 ) -> tuple[Trace, tuple[int, int]]:
     """Build model and optimizer without weights, and trace optimizer steps of these micro-batch shapes.
 
-    Without `all_events`, events of frozen parts beside the decoder that set no peak may be missing.
+    Without `all_events`, events that set no peak may be missing: of frozen parts beside the decoder and of the loss.
 
     Returns:
         The trace; and the step and index of the micro-batch that set the peak.
@@ -183,7 +183,7 @@ def _trace_steps(
         target.attention(),
         without_launches(setting.train.fused_kernels, target.multiprocessors, target.capability),
         shared(fake_model(model.config, setting.train, CPU), setting, trace, CPU) as parallel,
-        part_loop(trace, skip=skip),
+        part_loop(trace, skip=skip, all_events=all_events),
     ):
         if skip:
             skip_alike_layers(parallel.model, trace, all_events=all_events)

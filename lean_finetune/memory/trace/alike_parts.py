@@ -40,12 +40,16 @@ def skipping_parts(run: Callable[[bool], Found]) -> Found:
         return run(False)
 
 
-def part_loop(trace: MemoryTrace, *, skip: bool) -> AbstractContextManager[None]:
-    """A context in which loops run as many parts as `trace` needs, or all of them."""
-    return looping_by(lambda work, parts: _loop(trace, work, parts)) if skip else nullcontext()
+def part_loop(trace: MemoryTrace, *, skip: bool, all_events: bool) -> AbstractContextManager[None]:
+    """A context in which loops run as many parts as `trace` needs, or all of them.
+
+    Without `all_events`, skipped parts repeat the allocation of their result alone: the last one, which runs, has at
+    least as many bytes before it.
+    """
+    return looping_by(lambda work, parts: _loop(trace, work, parts, all_events)) if skip else nullcontext()
 
 
-def _loop(trace: MemoryTrace, work: Callable[..., Any], parts: Parts) -> list[Any]:
+def _loop(trace: MemoryTrace, work: Callable[..., Any], parts: Parts, all_events: bool) -> list[Any]:
     """The results of all parts."""
     forms = [[_form(tensor) for tensor in part] for part in parts]
     alike = next((number for number, form in enumerate(forms) if form != forms[0]), len(parts))
@@ -54,7 +58,8 @@ def _loop(trace: MemoryTrace, work: Callable[..., Any], parts: Parts) -> list[An
     (first, events), (second, same) = (_run_part(trace, work, part) for part in parts[:2])
     if events is None or events != same:
         return [first, second, *run_all(work, parts[2:])]
-    skipped = [_repeat(trace, events, second) for _ in parts[2 : alike - 1]]
+    repeat = _repeat if all_events else _repeat_result
+    skipped = [repeat(trace, events, second) for _ in parts[2 : alike - 1]]
     last, same = _run_part(trace, work, parts[alike - 1])
     if events != same:
         raise PartsDiffer
@@ -117,6 +122,13 @@ def _repeat(trace: MemoryTrace, events: _Events, result: torch.Tensor | None) ->
     return trace.stand_in(result, events.first + events.kept + offset)
 
 
+def _repeat_result(trace: MemoryTrace, events: _Events, result: torch.Tensor | None) -> torch.Tensor | None:
+    """As `_repeat`, but append the allocation of the result alone."""
+    if result is None or events.kept is None:
+        return None
+    return trace.stand_in(result, trace.add_like(events.first + events.kept))
+
+
 # Layers of frozen towers, which keep nothing for backward: of those with the same weights and the same inputs,
 # two run.
 
@@ -159,9 +171,8 @@ def _layer(ran: _Layers, layer: nn.Module, forward: Callable[..., Any], *args: A
         shape, strides, dtype, _ = events.result
         with _disable_current_modes():
             alike = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        if ran.all_events or before_bytes != known_bytes:
-            return _repeat(trace, events, alike)
-        return trace.stand_in(alike, trace.add_like(events.first + events.kept))
+        repeat = _repeat if ran.all_events or before_bytes != known_bytes else _repeat_result
+        return repeat(trace, events, alike)
     result, found = _run_part(trace, forward, args, kwargs)
     if found is not None and found.result is not None and ran.first.get(key) == found:
         ran.second[key] = found, before_bytes

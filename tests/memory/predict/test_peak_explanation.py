@@ -3,7 +3,8 @@
 import pytest
 
 from cuda_memory.units import GIB
-from lean_finetune.memory.predict.peak import TIMELINE_COLUMNS, explain, predict, predict_explained, trace_origins
+from lean_finetune.memory.predict.explanation import TIMELINE_COLUMNS, explain, predict_explained, trace_origins
+from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.memory_trace import CATEGORIES
 from lean_finetune.memory.trace.origin_trace import EXISTING

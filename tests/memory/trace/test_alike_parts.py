@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lean_finetune.memory.advice.full_rows import largest_steps
 from lean_finetune.memory.predict import traced_step
 from lean_finetune.memory.predict.depth_extrapolation import WindowTrace
-from lean_finetune.memory.predict.peak import OriginWindowTrace, predict
+from lean_finetune.memory.predict.explanation import OriginWindowTrace
+from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, _trace_steps
 from lean_finetune.memory.trace.alike_parts import PartsDiffer, part_loop, skipping_parts
 from lean_finetune.memory.trace.gradients_alone import FIRST, first_left_out, leaves_gradients_alone
@@ -73,7 +74,9 @@ def test_three_parts_of_each_size_run(monkeypatch):
         assert len(calls) == 3 * 3 + 2
 
 
-def traced(work: Callable[[torch.Tensor], torch.Tensor | None], parts: int, *, skip: bool) -> tuple[MemoryTrace, int]:
+def traced(
+    work: Callable[[torch.Tensor], torch.Tensor | None], parts: int, *, skip: bool, all_events: bool = True
+) -> tuple[MemoryTrace, int]:
     """A trace of work on parts, and how many of them ran."""
     trace, ran = MemoryTrace(granularity_bytes=512, rules=OpRules(), vocab_size=-1), 0
 
@@ -82,7 +85,12 @@ def traced(work: Callable[[torch.Tensor], torch.Tensor | None], parts: int, *, s
         ran += 1
         return work(part)
 
-    with FakeTensorMode(), trace.recording(), part_loop(trace, skip=skip), trace.phase("forward"):
+    with (
+        FakeTensorMode(),
+        trace.recording(),
+        part_loop(trace, skip=skip, all_events=all_events),
+        trace.phase("forward"),
+    ):
         values = torch.empty(parts, 8)
         results = in_parts(counted, [(part,) for part in values.split(1)])
         if results[0] is not None:
@@ -98,6 +106,9 @@ def test_results_of_skipped_parts_are_freed_as_real_ones(work):
     (every, all_parts), (skipped, ran) = (traced(work, 9, skip=skip) for skip in (False, True))
     assert (all_parts, ran) == (9, 3)
     assert skipped.events == every.events and skipped.peaks() == every.peaks() and skipped.current_bytes == 0
+    results, ran = traced(work, 9, skip=True, all_events=False)
+    assert ran == 3 and len(results.events) < len(every.events)
+    assert results.peaks() == every.peaks() and results.current_bytes == 0
 
 
 def keeps_memory(kept: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
