@@ -4,6 +4,7 @@ Sizes are those of config.json, with transformers' values for what it leaves out
 published with. Where the tokenizer is not here, one is made that knows the family's tokens for images alone.
 """
 
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -202,7 +203,7 @@ def _ovis2() -> Published:
 
     def processor(config: Any) -> Content:
         crop, patch = _square(config), config.vision_config.patch_size * config.vision_config.hidden_stride
-        return {"processor_class": "Ovis2Processor", "image_seq_length": -((-crop["height"] // patch) ** 2)}
+        return {"processor_class": "Ovis2Processor", "image_seq_length": math.ceil(crop["height"] / patch) ** 2}
 
     return Published(
         images=lambda config: {
