@@ -37,6 +37,7 @@ CODE = ("cuda_memory", PACKAGE, "stages", "benchmarks", "tests/kit")
 
 
 @cache
+@cache
 def imported_names(path: Path) -> tuple[str, ...]:
     """Dotted names that a module imports, also inside functions and for types only."""
     names: list[str] = []

@@ -52,10 +52,10 @@ def test_the_pinned_versions_go_together():
     pinned = {canonicalize_name(need.name): str(need.specifier).removeprefix("==") for need in needs}
     wrong = []
     for found in importlib.metadata.distributions():
-        for need in map(Requirement, found.requires or ()):
+        needed = (found.requires or ()) if canonicalize_name(found.name) in pinned else ()
+        for need in map(Requirement, needed):
             version = pinned.get(canonicalize_name(need.name))
-            is_needed = need.marker is None or need.marker.evaluate({"extra": ""})
-            if canonicalize_name(found.name) in pinned and version and is_needed:
+            if version and (need.marker is None or need.marker.evaluate({"extra": ""})):
                 wrong += [] if need.specifier.contains(version) else [f"{found.name} needs {need}, not {version}"]
     assert wrong == []
 

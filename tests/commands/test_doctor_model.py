@@ -27,23 +27,24 @@ def findings(directory: Path, family: str, *options: str) -> dict[str, list[dict
     return found
 
 
-def test_a_usual_family_can_do_everything_but_images(tmp_path: Path):
-    found = findings(tmp_path, "qwen3", "--gpu", "H100")
-    (methods,) = found["methods"]
-    assert methods["level"] == "ok" and methods["text"] == "full, lora, qlora, int8_lora"
-    rows, no_images = found["rows"]
-    assert rows["text"] == "text, packed text"
-    assert no_images["text"].startswith("not images: model.name: rows with images are not offered for qwen3")
-    (switches,) = found["switches"]
-    assert switches["text"].startswith("grad_ckpt, selective grad_ckpt, sequence_tiles, compress_activations")
-    assert found["several GPUs"][0]["text"].startswith("ddp, zero1, zero2, zero3, tensor_parallel, context_parallel")
-
-
 def only(monkeypatch: pytest.MonkeyPatch, **trials: tuple[str, ...]) -> None:
     """Try only these: each trial that nothing refuses traces a step."""
     for name, kept in trials.items():
         every = getattr(model_abilities, name)
         monkeypatch.setattr(model_abilities, name, {key: every[key] for key in kept})
+
+
+def test_a_usual_family_can_do_everything_but_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    only(monkeypatch, OBJECTIVES=("sft", "dpo"))
+    found = findings(tmp_path, "qwen3", "--gpu", "H100")
+    (methods,) = found["methods"]
+    assert methods["level"] == "ok" and methods["text"] == "full, lora, qlora, int8_lora"
+    rows, no_images = found["rows"]
+    assert rows["text"] == "text, packed text" and found["objectives"][0]["text"] == "sft, dpo"
+    assert no_images["text"].startswith("not images: model.name: rows with images are not offered for qwen3")
+    (switches,) = found["switches"]
+    assert switches["text"].startswith("grad_ckpt, selective grad_ckpt, sequence_tiles, compress_activations")
+    assert found["several GPUs"][0]["text"].startswith("ddp, zero1, zero2, zero3, tensor_parallel, context_parallel")
 
 
 def test_a_family_without_packed_rows_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -65,7 +65,10 @@ def hostile_rows(good: dict[str, Any]) -> list[dict[str, Any]]:
     return [*around[:2], *rows, *around[2:], *([{**around[0], "label": False}] if "label" in good else [])]
 
 
-@pytest.mark.parametrize("form", FORMS)
+# Rewards are of the rows of pairs.
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.slow if form == "rewards" else ()) for form in FORMS]
+)
 def test_each_row_is_used_or_refused_in_one_line(run, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch):
     """A traceback in a worker for one of a million rows, or a row that vanishes without a count."""
     monkeypatch.setattr("lean_finetune.data.shards.tally.MAX_REJECTS", 1000)

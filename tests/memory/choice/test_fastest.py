@@ -97,7 +97,7 @@ def test_only_as_many_layers_are_recomputed_as_the_gpu_needs(monkeypatch: pytest
 
 def test_what_the_user_set_stays():
     """--set train.grad_ckpt=true that the search overrides."""
-    found = chosen_on(4096, "qlora", fixed=("train.grad_ckpt=true", "train.loss_chunk=256"))
+    found = chosen_on(4096, "qlora", fixed=("train.grad_ckpt=true", "train.loss_chunk=256", "bucket.max_tokens=1024"))
     assert found.start.run.setting.train.grad_ckpt and found.choices[0].run.setting.train.loss_chunk == 256
 
 

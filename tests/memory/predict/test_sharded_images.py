@@ -65,7 +65,8 @@ FAST = [("qwen2_5_vl", "zero3", "lora", "lora", True)]
 
 
 @pytest.mark.parametrize(
-    ("family", "mode", "method", "trained", "ckpt"), [case if case in FAST else slow(*case) for case in CASES]
+    ("family", "mode", "method", "trained", "ckpt"),
+    [case if case in FAST else slow(*case) for case in dict.fromkeys(CASES)],
 )
 def test_every_process_counts_what_is_predicted(tmp_path, pair: Group, family, mode, method, trained, ckpt):
     """A tower that runs beside another process's and is counted nowhere, or gathered layers that outlive it."""
