@@ -29,16 +29,31 @@ PLAN = plan_of([[(2, 128, 60), (3, 80, 40)], [(4, 64, 90)]])
 LENGTHS = (64, 64, 40, 40)
 
 
+def laid_out(directory: Path, model: Path) -> Path:
+    """A directory with a plan and a pinned model."""
+    lay_out(directory, hardware__gpu="24GiB", data__max_length=128, bucket__max_tokens=256)
+    write_plan(directory / "plan.arrow", [PLAN])
+    for name in ("train-index", "heldout-index"):
+        write_index(directory / f"{name}.arrow", [([3] * length, [1, length], None) for length in LENGTHS])
+    pin(directory, model)
+    return directory
+
+
 @pytest.fixture
 def workspace(tmp_path: Path, small_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a plan and a pinned small model."""
-    lay_out(tmp_path, hardware__gpu="24GiB", data__max_length=128, bucket__max_tokens=256)
-    write_plan(tmp_path / "plan.arrow", [PLAN])
-    for name in ("train-index", "heldout-index"):
-        write_index(tmp_path / f"{name}.arrow", [([3] * length, [1, length], None) for length in LENGTHS])
-    pin(tmp_path, small_llama)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return laid_out(tmp_path, small_llama)
+
+
+@pytest.fixture(scope="module")
+def fitting(tmp_path_factory: pytest.TempPathFactory, small_llama: Path) -> Path:
+    """The directory of a run that fits, with what the stage wrote."""
+    directory = laid_out(tmp_path_factory.mktemp("fitting"), small_llama)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        assert run().exit_code == 0
+    return directory
 
 
 def run(**options: str):
@@ -77,15 +92,14 @@ def test_answers_without_a_limit_are_predicted_for_the_longest_one_of_held_out_r
     assert peaks[0] == peaks[1] != peaks[2]
 
 
-def test_the_results_of_a_run_that_fits_agree(workspace):
+def test_the_results_of_a_run_that_fits_agree(fitting):
     """Files that disagree with each other."""
-    assert run().exit_code == 0
     metrics, breakdown, tiers, process = (
-        result(workspace, name) for name in ("figures", "breakdown", "tiers", "process")
+        result(fitting, name) for name in ("figures", "breakdown", "tiers", "process")
     )
     peak_bytes = metrics["peak_bytes_predicted"]
-    assert result(workspace, "verdict") == {"enforce": True, "refusal": None} and metrics["verdict"] == "fits"
-    assert sum(breakdown["peak"].values()) == peak_bytes == result(workspace, "explanation")["peak_bytes"]
+    assert result(fitting, "verdict") == {"enforce": True, "refusal": None} and metrics["verdict"] == "fits"
+    assert sum(breakdown["peak"].values()) == peak_bytes == result(fitting, "explanation")["peak_bytes"]
     by_phase = {phase: sum(parts.values()) for phase, parts in breakdown.items() if phase != "peak"}
     assert metrics["predicted_by_phase"] == by_phase and by_phase[metrics["worst_phase"]] == peak_bytes
     steps, others = {"forward", "backward", "clip", "optimizer"}, {"load", "heldout", "save", "evaluate", "generate"}
@@ -96,7 +110,7 @@ def test_the_results_of_a_run_that_fits_agree(workspace):
     assert metrics["process_bytes_predicted"] == tiers["expandable"]["process_bytes"]
     assert tiers["native"]["process_margin_bytes"] == process["device"]["cuda_context"]["margin_bytes"]
     assert metrics["host_bytes_predicted"] == process["host_needed_bytes"] and process["device"]["nccl"]["bytes"] == 0
-    reserved = table(workspace, "reserved")
+    reserved = table(fitting, "reserved")
     assert metrics["deciding_tier"] == "reserved"
     assert metrics["reserved_replayed"] == "all 2 steps replayed" and [row["step"] for row in reserved] == ["0", "1"]
     highest = max(float(row["reserved_gib"]) for row in reserved) * GIB
@@ -105,12 +119,11 @@ def test_the_results_of_a_run_that_fits_agree(workspace):
     assert metrics["layers_traced"] == "all 2 layers: they are few"
 
 
-def test_the_advice_for_a_run_that_fits_is_each_single_change(workspace):
-    assert run().exit_code == 0
+def test_the_advice_for_a_run_that_fits_is_each_single_change(fitting):
     peak_bytes, switches, written = (
-        result(workspace, "figures")["peak_bytes_predicted"],
-        table(workspace, "switches"),
-        result(workspace, "advice"),
+        result(fitting, "figures")["peak_bytes_predicted"],
+        table(fitting, "switches"),
+        result(fitting, "advice"),
     )
     assert switches[0]["switch"] == "current"
     assert float(switches[0]["peak_gib"]) == pytest.approx(peak_bytes / GIB, abs=1e-4)
@@ -122,7 +135,7 @@ def test_the_advice_for_a_run_that_fits_is_each_single_change(workspace):
     assert written == {"verdict": "fits", "ranked": None, "remedies": []}
     assert len(changes) == len(switches) - 1 and min(changes.values()) < peak_bytes
     assert all(command.startswith("dvc exp run -S ") for command in changes)
-    inverse = result(workspace, "what_fits")
+    inverse = result(fitting, "what_fits")
     assert inverse["smallest_gpu"] == "P4"
     assert inverse["longest_row"] == {"value": 256, "limit": "the model's 256 positions"}
 
