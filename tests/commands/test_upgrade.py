@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,21 @@ from tests.workspace import error, invoke
 PARAMS = template_files()["params.yaml"]
 
 
+@pytest.fixture(scope="module")
+def new_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project that tests copy."""
+    directory = tmp_path_factory.mktemp("new")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        patch.setattr(create, "start_dvc", lambda here, *_: (here / ".dvc").mkdir())
+        assert invoke(init, "run").exit_code == 0
+    return directory / "run"
+
+
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(new_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(create, "start_dvc", lambda here, *_: (here / ".dvc").mkdir())
-    assert invoke(init, "run").exit_code == 0
+    shutil.copytree(new_project, tmp_path / "run", symlinks=True)
     monkeypatch.chdir(tmp_path / "run")
     return tmp_path / "run"
 
