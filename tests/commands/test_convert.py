@@ -310,6 +310,7 @@ def test_keys_of_data_sets_are_listed_like_every_key(tmp_path: Path):
         (AXOLOTL + "torch_compile: true\n", "torch_compile=True: layers are not compiled here"),
         (SWIFT_YAML + "early_stop_interval: 3\n", "early_stop_interval=3: training does not stop early here"),
         (AXOLOTL.replace("org/model", "org/Model-VL-2B"), "org/Model-VL-2B has more than text, by its name: images"),
+        (AXOLOTL.replace("org/model", "org/GLM-4.6V-9B"), "org/GLM-4.6V-9B has more than text, by its name: images"),
         (
             LLAMA_FACTORY.replace("qwen3", "qwen2_vl"),
             "rows have images (qwen2_vl): one of 768 x 768 in each",
