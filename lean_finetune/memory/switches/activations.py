@@ -113,7 +113,7 @@ ACTIVATION_SWITCHES = [
         words=lambda setting: (
             {} if (tiles := setting.train.sequence_tiles) is None else {"tiles": f"MLPs in {tiles} tiles"}
         ),
-        effect=ROUNDED,
+        effect=SAME,
         ease=3,
         excludes=frozenset({"compression"}),
         saves=ACTIVATIONS,

@@ -210,7 +210,7 @@ def test_advice_offers_only_what_params_accept(refused: bool, monkeypatch: pytes
     p = with_flags(PARAMS, [*flags, "train.method=full", "train.precision=fp32"])
     run = full_rows_run(p, CONFIG, H100)
     prediction = run.predict()
-    device = replace(H100, memory_bytes=H100.context.max_bytes + int(0.55 * prediction.peak.bytes))
+    device = replace(H100, memory_bytes=H100.context.max_bytes + int(0.6 * prediction.peak.bytes))
     small = replace(run, device=device)
     remedies = advice_for(small, small.fitting_bytes)
     assert remedies
