@@ -9,7 +9,7 @@ from typing import Any
 
 from cuda_memory.units import COLUMNS, labelled, readable_size
 from lean_finetune.commands.convert.conversions import Converted
-from lean_finetune.commands.convert.read_config import read_config_of_tool
+from lean_finetune.commands.convert.read_config import PYTHON, read_config_of_tool
 from lean_finetune.commands.fit_text import first_step_lines
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.as_tool import AsTool, predict_as_tool
@@ -114,6 +114,8 @@ def _search(run: Run, found: AsTool, converted: Converted, path: Path, run_of: R
     """The search for changes of the configuration with which the run fits in the tool."""
     gpus = converted.values.get("hardware.num_gpus", 1)
     changes = changes_of(converted.tool, converted.keys, gpus)
+    if path.suffix in PYTHON:  # Such changes are other code there, not other values.
+        changes = [one for one in changes if one.about not in ("weights", "sharding")]
     return ToolSearch(run=run, found=found, changes=changes, variant=partial(_variant, path, gpus, run_of))
 
 

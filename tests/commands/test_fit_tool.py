@@ -10,7 +10,7 @@ from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit import fit
 from lean_finetune.commands.fit_tool import _keys, _variant
-from lean_finetune.memory.choice.tool_changes import changes_of
+from lean_finetune.memory.choice.tool_changes import AXOLOTL_ADAPTER, CUT_CROSS_ENTROPY, changes_of
 from tests.workspace import invoke
 
 TRL = """
@@ -94,6 +94,34 @@ def write(directory: Path, text: str) -> str:
     path = directory / "trl.yaml"
     path.write_text(text.replace("a/b", "tiny") + "\n")
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys", "about", "expected"),
+    [
+        ("TRL", {"torch_dtype": "float32"}, "type", [{"torch_dtype": "bfloat16"}]),
+        ("TRL", {"deepspeed": "mine.json"}, "sharding", []),
+        ("LitGPT", {"train.micro_batch_size": 3}, "rows", [{"train.micro_batch_size": 1}]),
+        ("torchtune", {"batch_size": 4, "gradient_accumulation_steps": 1, "optimizer_in_bwd": True}, "rows", []),
+        ("torchtune", {"optimizer.fused": True}, "optimizer", []),
+        (
+            "Axolotl",
+            {"plugins": ["liger"], "cut_cross_entropy": True},
+            "loss",
+            [{"plugins": ["liger", CUT_CROSS_ENTROPY]}],
+        ),
+        (
+            "Axolotl",
+            {"adapter": "lora", "lora_r": 8, "lora_target_modules": ["q_proj"]},
+            "weights",
+            [{"adapter": "qlora", "load_in_4bit": True}],
+        ),
+        ("Axolotl", {}, "weights", [{"adapter": "qlora", "load_in_4bit": True, **AXOLOTL_ADAPTER}]),
+    ],
+)
+def test_changes_stand_beside_the_other_keys(tool: str, keys: dict[str, Any], about: str, expected: list[Any]):
+    """A second name of one setting, a list that loses its plugin, or arguments that the tool refuses together."""
+    assert [dict(one.keys) for one in changes_of(tool, keys, 2) if one.about == about] == expected
 
 
 SMALL = {

@@ -106,10 +106,44 @@ def test_a_preference_trainer_decides_the_objective(tmp_path: Path):
         ("FP8 = False", "FP8 = input()", "quantised is set in a condition"),
         ("learning_rate=1e-4", "learning_rate=rate()", ":12: learning_rate: must be a value; rate(…) is known only"),
         ("**options", "**read()", ":13: SFTConfig: must have its arguments by name"),
-        ("peft_config=peft_config", "peft_config=make()", ":14: must be LoraConfig(…) with its values; got make"),
+        (
+            "peft_config=peft_config",
+            "peft_config=make()",
+            ":14: SFTTrainer: must get LoraConfig(…) with its values; got make",
+        ),
         ("SFTTrainer(model, ", "SFTTrainer(load(), ", "must get a model that is named here"),
         ("SFTTrainer(", "GRPOTrainer(", "trainer: this kind of training is not done here; got GRPO"),
         ("trainer = ", "SFTTrainer(model); trainer = ", "must make one trainer of TRL or Unsloth"),
+        (
+            "args = SFTConfig(",
+            "def f(): pass\nargs = f() or SFTConfig(",
+            "must get a configuration whose values are here",
+        ),
+        (
+            "args=args",
+            "args=make(args)",
+            "must get a configuration whose values are here, such as SFTConfig(…); got make",
+        ),
+        ("trainer = ", "args.max_length = limit()\ntrainer = ", ":14: max_length: must be a value"),
+        (
+            "trainer = ",
+            "options.update(x)\nargs = SFTConfig(**options)\ntrainer = ",
+            "SFTConfig: must have its arguments",
+        ),
+        ("trainer = ", "if FP8 == x: args.max_length = 8\ntrainer = ", "args.max_length is set in a condition"),
+        (
+            "trainer = ",
+            "model.add_adapter(peft_config)\ntrainer = ",
+            "its model must stay as it was made; got add_adapter",
+        ),
+        ("trainer = ", "for p in model.parameters(): p.requires_grad = False\ntrainer = ", "got requires_grad"),
+        ("r=8, ", 'r=8, rank_pattern={"q_proj": 64}, ', "LoraConfig must be without rank_pattern"),
+        (
+            "trainer = ",
+            "model = PeftModel.from_pretrained(model, 'x')\ntrainer = ",
+            "must get a model that is named here",
+        ),
+        ("SFTTrainer(", "Trainer(", "must make one trainer of TRL or Unsloth, such as SFTTrainer(…); got 0"),
         ("FP8 = False", "FP8 = ", ":4: must be Python"),
         ("FP8 = False", "FP8 = " + "(" * 500 + ")" * 500, "must be Python"),
         ("FP8 = False", "FP8 = " + "-" * 20_000 + "1", "must be Python"),
@@ -137,3 +171,81 @@ def test_a_script_is_never_run(tmp_path: Path):
 def test_a_file_that_is_no_notebook_is_refused(tmp_path: Path, text: str):
     with pytest.raises(UserError, match="must be a notebook of Jupyter"):
         read(tmp_path, text, "train.ipynb")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ("trainer = ", "args.max_length = 8192\ntrainer = ", {"data.max_length": 8192}),
+        ("trainer = ", "setattr(args, 'max_length', 8192)\ntrainer = ", {"data.max_length": 8192}),
+        ("args = ", "options['learning_rate'] = 1e-3\nargs = ", {"train.lr": 1e-3}),
+        ("r=8", "r=(rank := 64)", {"train.lora.rank": 64}),
+        ("max_length=512", "max_length=length", {"data.max_length": 1024}),
+        (", lora_dropout=0.1", "", {"train.lora.dropout": 0.0}),
+        ("lora_alpha=16, ", "", {"train.lora.alpha": 8}),
+        ("SFTConfig(", "TrainingArguments(", {"train.grad_ckpt": True, "train.lr": 1e-4}),
+        ("gradient_checkpointing=True, ", "", {"train.grad_ckpt": True}),
+        ("quantization_config=quantised)", ")\nkwargs = dict(quantization_config=quantised)", {"train.method": "lora"}),
+    ],
+)
+def test_values_of_a_script_are_those_that_python_would_have(
+    tmp_path: Path, old: str, new: str, changed: dict[str, object]
+):
+    """A value that is set later, an older one of the same name, or another class's default."""
+    assert old in TRL
+    text = "length = 512\nlength *= 2\n" + TRL.replace(old, new)
+    values = read(tmp_path, text).values
+    assert {key: values[key] for key in changed} == changed
+
+
+def test_arguments_of_training_have_their_own_defaults(tmp_path: Path):
+    """TRL copies them into its configuration: no checkpointing, and no bf16."""
+    text = TRL.replace("SFTConfig(", "TrainingArguments(").replace("gradient_checkpointing=True, ", "")
+    values = read(tmp_path, text.replace("learning_rate=1e-4", "seed=1")).values
+    assert (values["train.lr"], values["train.grad_ckpt"]) == (5e-5, False)
+
+
+def test_the_trainers_own_model_and_quantisation_count(tmp_path: Path):
+    """The last one that a script loads, or none."""
+    text = TRL.replace("trainer = ", "judge = AutoModelForCausalLM.from_pretrained('org/judge')\ntrainer = ")
+    assert read(tmp_path, text).values["model.name"] == "org/model"
+    text = TRL.replace("torch_dtype=torch.bfloat16, quantization_config=quantised", "")
+    text = text.replace("peft_config=peft_config)", "peft_config=peft_config, quantization_config=quantised)")
+    assert read(tmp_path, text).values["train.method"] == "qlora"
+
+
+def test_a_loop_or_an_argument_hides_an_older_value(tmp_path: Path):
+    for text in ("for rows in (8, 16):\n    pass", "from config import rows", "def f(rows):\n    pass\nrows = f(2)"):
+        script = TRL.replace("FP8 = False", f"rows = 1\n{text}\nFP8 = False").replace("size=1", "size=rows")
+        with pytest.raises(UserError, match="per_device_train_batch_size: must be a value"):
+            read(tmp_path, script)
+
+
+def test_cells_of_a_notebook_are_read_as_ipython_runs_them(tmp_path: Path):
+    """A timed cell that was left out, and a cell for inference that ended the reading."""
+    adapted = UNSLOTH.index("model = FastLanguageModel.get_peft_model")
+    rest = "%%time\n" + UNSLOTH[adapted:]
+    cells = (UNSLOTH[:adapted], "\n%%writefile x.py\nx = (", "out = !nvidia-smi\nmodel?", "generate(a b)", rest)
+    found = read(tmp_path, notebook(*cells), "train.ipynb")
+    assert (found.values["train.method"], found.values["train.lora.rank"]) == ("qlora", 32)
+    broken = notebook(*cells[:-1], rest.replace("learning_rate=2e-4", "learning_rate=rate()"))
+    with pytest.raises(UserError, match=r"train.ipynb:cell 6, line \d+: learning_rate: must be a value"):
+        read(tmp_path, broken, "train.ipynb")
+
+
+def test_positions_and_dotted_names_of_unsloth_are_read(tmp_path: Path):
+    text = UNSLOTH.replace("FastLanguageModel.", "unsloth.FastLanguageModel.")
+    text = text.replace(
+        'model_name="org/model", max_seq_length=max_seq_length, dtype=dtype, load_in_4bit=True',
+        '"m", 8192, None, False',
+    )
+    values = read(tmp_path, text.replace("model, r=32", "model, 128")).values
+    assert (values["model.name"], values["data.max_length"], values["train.method"]) == ("m", 8192, "lora")
+    assert (values["train.lora.rank"], values["data.train_on"]) == (128, "all")
+
+
+def test_a_value_that_grows_without_end_is_refused(tmp_path: Path):
+    """Forty dictionaries that each hold the one before twice."""
+    grown = "d = dict(a=1)\n" + "d = dict(a=d, b=d)\n" * 40
+    with pytest.raises(UserError, match="must have at most 5000 values"):
+        read(tmp_path, grown + TRL.replace("max_length=512", "max_length=512, foo=d"))

@@ -18,9 +18,9 @@ from lean_finetune.commands.convert.data_sets import (
     turn_off_evaluation,
 )
 from lean_finetune.commands.convert.images import combine_images
+from lean_finetune.commands.convert.notebook_cells import MOST_NOTEBOOK_BYTES
 from lean_finetune.commands.convert.objectives import combine_objective
 from lean_finetune.commands.convert.python_keys import keys_of_python
-from lean_finetune.commands.convert.python_script import MOST_NOTEBOOK_BYTES
 from lean_finetune.commands.convert.shell_script import Unresolved, commands_of
 from lean_finetune.commands.convert.table_rules import NO_DATA, Reading
 from lean_finetune.config.other_tools import Table, tables

@@ -162,11 +162,11 @@ _READ = ("read", "mapfile", "readarray")
 class Unresolved(str):
     """A word with a part that only a shell can know. The text is the script's."""
 
-    line: int
+    line: int | str
     why: str
 
-    def __new__(cls, text: str, line: int, why: str) -> "Unresolved":
-        """`line` counts from 1; `why` names the part, and says why it is not known."""
+    def __new__(cls, text: str, line: int | str, why: str) -> "Unresolved":
+        """`line` counts from 1, or names a cell's; `why` names the part, and says why it is not known."""
         made = super().__new__(cls, text)
         made.line, made.why = line, why
         return made

@@ -5,7 +5,7 @@ needed, the one that slows most first. A more harmful effect is tried if nothing
 faster. Slowdowns are those of the same changes here, by the cost model: the tool's own times are not known.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,6 +40,8 @@ def _one(about: str, key: str, value: Any, effect: int = SAME) -> Change:
     return Change(about=about, keys={key: value}, effect=effect)
 
 
+AXOLOTL_ADAPTER: Keys = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_linear": True}
+"""What an adapter needs in a configuration without one."""
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 CHANGES: Mapping[str, Sequence[Change]] = {
     "TRL": (
@@ -49,8 +51,8 @@ CHANGES: Mapping[str, Sequence[Change]] = {
         _one("offloading", "activation_offloading", True),
         _one("type", "dtype", "bfloat16", ROUNDED),
         _one("optimizer", "optim", "adamw_8bit", ROUNDED),
-        _one("sharding", "deepspeed", "zero2.json"),
-        _one("sharding", "deepspeed", "zero3.json"),
+        _one("sharding", "deepspeed.zero_optimization.stage", 2),
+        _one("sharding", "deepspeed.zero_optimization.stage", 3),
         Change(
             about="weights",
             keys={"use_peft": True, "load_in_4bit": True, "load_in_8bit": False},
@@ -60,7 +62,7 @@ CHANGES: Mapping[str, Sequence[Change]] = {
     "LLaMA-Factory": (
         _one("loss", "enable_liger_kernel", True, ROUNDED),
         _one("checkpointing", "disable_gradient_checkpointing", False),
-        Change(about="type", keys={"pure_bf16": True, "bf16": False}, effect=ROUNDED),
+        Change(about="type", keys={"pure_bf16": True, "bf16": False, "fp16": False}, effect=ROUNDED),
         _one("optimizer", "optim", "adamw_8bit", ROUNDED),
         _one("sharding", "deepspeed", "examples/deepspeed/ds_z2_config.json"),
         _one("sharding", "deepspeed", "examples/deepspeed/ds_z3_config.json"),
@@ -112,29 +114,50 @@ ROW_KEYS: Mapping[str, tuple[str, str, str]] = {
 
 
 def changes_of(tool: str, keys: Keys, gpus: int) -> list[Change]:
-    """The changes that a configuration does not have yet."""
+    """The changes that a configuration does not have yet, by the keys that it has."""
     found: list[Change] = []
     for change in CHANGES.get(tool, ()):
-        new = {key: value for key, value in change.keys.items() if keys.get(key) != value and (keys.get(key) or value)}
-        possible = change.about != "sharding" or (gpus > 1 and not _shares(keys))
-        if new and possible and all(other.keys != new for other in found):
+        wanted = _in_words_of(tool, change, keys)
+        new = {key: value for key, value in wanted.items() if keys.get(key) != value and (keys.get(key) or value)}
+        if new and _allows(change, keys, gpus) and all(other.keys != new for other in found):
             found.append(replace(change, keys=new))
     if tool in ROW_KEYS:
-        rows_key, steps_key, length_key = ROW_KEYS[tool]
-        rows, steps, length = (keys.get(key) for key in (rows_key, steps_key, length_key))
-        while isinstance(rows, int) and rows > 1 and rows % 2 == 0:
-            rows, steps = rows // 2, steps * 2 if isinstance(steps, int) else None
-            accumulated = {} if steps is None else {steps_key: steps}  # Without, the tool computes it.
-            found.append(Change(about="rows", keys={rows_key: rows, **accumulated}))
-        while isinstance(length, int) and length >= 2 * SHORTEST:
-            length //= 2
-            found.append(_one("length", length_key, length, LESS_DATA))
+        found += _of_rows(*ROW_KEYS[tool], keys)
     return found
 
 
-def _shares(keys: Keys) -> bool:
-    """Whether a configuration says itself how GPUs share the run, beyond a name of a DeepSpeed configuration."""
-    return any(key.startswith(("deepspeed.", "fsdp")) for key in keys)
+def _allows(change: Change, keys: Keys, gpus: int) -> bool:
+    """Whether a configuration can have a change beside its other keys."""
+    if change.about == "sharding":
+        named = "deepspeed" in keys and "deepspeed" not in change.keys
+        return gpus > 1 and not named and not any(key.startswith(("deepspeed.", "fsdp")) for key in keys)
+    # Another class of torchtune's optimizer would get its arguments.
+    return "optimizer._component_" not in change.keys or not {"optimizer.fused", "optimizer.foreach"} & keys.keys()
+
+
+def _in_words_of(tool: str, change: Change, keys: Keys) -> Keys:
+    """The keys of a change, as they stand beside those of a configuration."""
+    wanted = dict(change.keys)
+    if "dtype" in wanted and "torch_dtype" in keys:  # The older name of the same.
+        wanted = {"torch_dtype": wanted["dtype"]}
+    if isinstance(plugins := keys.get("plugins"), list) and "plugins" in wanted:
+        wanted["plugins"] = [*plugins, *(one for one in wanted["plugins"] if one not in plugins)]
+    if tool == "Axolotl" and change.about == "weights" and not keys.get("adapter"):
+        wanted |= {key: value for key, value in AXOLOTL_ADAPTER.items() if key not in keys}
+    return wanted
+
+
+def _of_rows(rows_key: str, steps_key: str, length_key: str, keys: Keys) -> Iterator[Change]:
+    """Fewer rows in a micro-batch with as many in a step, and shorter rows."""
+    rows, steps, length = (keys.get(key) for key in (rows_key, steps_key, length_key))
+    # torchtune does not add up gradients that are used in backward.
+    if isinstance(rows, int) and not keys.get("optimizer_in_bwd"):
+        for fewer in (number for number in range(rows - 1, 0, -1) if rows % number == 0):
+            accumulated = {steps_key: steps * rows // fewer} if isinstance(steps, int) else {}  # Else it is computed.
+            yield Change(about="rows", keys={rows_key: fewer, **accumulated})
+    while isinstance(length, int) and length >= 2 * SHORTEST:
+        length //= 2
+        yield _one("length", length_key, length, LESS_DATA)
 
 
 @dataclass(frozen=True, kw_only=True)
