@@ -132,3 +132,13 @@ def test_padded_pixels_find_the_micro_batch_with_one_large_image_among_small_one
     )
     found = padded.padded_pixels(np.array([0, 1, 2, 3]), np.array([0, 2, 2, 4, 4]))
     assert found.tolist() == [2 * 100 * 100, 0, 3 * 400 * 50, 0]  # A GPU may have no row.
+
+
+def test_only_a_row_that_is_longer_than_the_limit_is_cut():
+    """A row of images that just fits, refused."""
+    lengths = np.full(ROWS, 40, np.int32)
+    IMAGES.refuse_cut(lengths, 40)
+    with pytest.raises(UserError, match="data.max_length: would cut images of rows; got 39"):
+        IMAGES.refuse_cut(lengths, 39)
+    lengths[COUNTS == 0] = 99
+    IMAGES.refuse_cut(lengths, 40)

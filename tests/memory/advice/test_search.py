@@ -31,6 +31,7 @@ from lean_finetune.memory.switches.switch import (
     setting_with,
 )
 from lean_finetune.memory.trace.memory_trace import Peak
+from lean_finetune.preferences.objectives.pair_objectives import PAIR
 from tests.conftest import ROOT
 from tests.memory.common import joined, shape
 from tests.memory.workloads import CONFIG, H100, peak_of, workload
@@ -312,6 +313,8 @@ def test_full_micro_batches_of_every_mode():
     assert full_batch(bucketed, 96) == shape(2, 96, 190)
     assert full_batch(packed, 96) == joined((96, 96, 64), 253)
     assert full_batch(fixed, 96) == shape(4, 96, 380)
+    pairs = full_batch(packed, 72, PAIR)
+    assert pairs.packed_lengths == (72, 72) and full_batch(packed, 200, PAIR).packed_lengths == (200, 200)
 
 
 @pytest.mark.parametrize("hints", [{}, {0: 50, 200: 650}, {0: 600, 900: 700}, {0: 50, 200: 40}])

@@ -21,7 +21,7 @@ from accelerate import PartialState
 from lean_finetune.config.field_types import TrackerName
 from lean_finetune.core.errors import UserError
 from lean_finetune.train.callbacks.callback import CALLBACKS, CURVE_COLUMNS, CurveRow, Tracker
-from lean_finetune.train.callbacks.trackers import MEASURED, PREDICTED, TRACKERS, refuse_missing_trackers
+from lean_finetune.train.callbacks.trackers import MEASURED, PREDICTED, TRACKERS, figures, refuse_missing_trackers
 from lean_finetune.train.job import TrainJob, TrainResult
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
@@ -129,6 +129,11 @@ READERS: dict[str, Callable[[], Series]] = {
     "mlflow": mlflow_series,
     "wandb": wandb_series,
 }
+
+
+def test_tokens_a_second_are_those_of_a_step():
+    """A step of 20,000 tokens in 1.5 seconds."""
+    assert figures(ROW, INFO)["tokens_per_second"] == pytest.approx(13_333.3, abs=0.1)
 
 
 @pytest.mark.filterwarnings("default")  # Of the libraries; each is run as users run it.

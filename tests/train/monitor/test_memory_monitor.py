@@ -124,6 +124,8 @@ def test_phase_figures_are_the_highest_at_its_ends(monitor: MemoryMonitor):
     forward, backward = (phases[name]["reserved_bytes"] for name in phases)
     assert forward is not None and backward is not None
     assert forward - backward == pytest.approx(4096 * MIB, rel=0.1)
+    unused = phases["forward"]["unused_bytes"]
+    assert unused is not None and 0 <= unused < 1024 * MIB  # Of what is reserved, nearly all is live.
     assert phases["forward"]["alloc_retries"] is None
     assert phases["forward"]["rss_bytes"] > 16 * MIB  # type: ignore[operator]
 
