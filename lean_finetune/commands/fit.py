@@ -2,11 +2,10 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, get_args
 
@@ -121,9 +120,8 @@ def fit(
     shown = asked_images(size, per_row, lengths, converted)
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     with importing_without_compiler():  # Here: imports torch, which --help skips.
-        from lean_finetune.commands.fit_text import fit_json, fit_lines, verdict_json, verdict_text
-        from lean_finetune.commands.fit_tool import converted_json, tool_json, tool_lines
-        from lean_finetune.memory.advice.verdict import judge_run
+        from lean_finetune.commands.fit_text import fit_json, verdict_json, verdict_text
+        from lean_finetune.commands.fit_tool import converted_json, tool_json
 
     given = any(flag.startswith("data.max_length=") for flag in [*asked.of_config, *sets])
     shorten = asked.usual and length is None and not given
@@ -156,19 +154,7 @@ def fit(
             answer["as_tool"] = tool_json(run, converted, config, run_of)
         echo_json(answer)
         _end(run, prediction, memory)
-    source = str(config or asked.file) if config or not asked.usual else "the defaults; --set KEY=VALUE changes them"
-    words, option = _this_command(), "--set"
-    if asked.file == PARAMS_FILE:
-        words, option = ["dvc", "exp", "run", *(word for flag in flags for word in ("-S", flag))], "-S"
-    command, of_tools_step = shell_line(words), converted is not None
-    lines = fit_lines(run, prediction, memory, source, command, option, of_tool=of_tools_step, stairs=stairs)
-    of_tool: Iterable[str] = ()
-    if converted is not None and config is not None:
-        here = judge_run(run, prediction, memory).state
-        as_tool = tool_lines(run, here, prediction.peak.bytes, converted, config, run_of)
-        shown_keys = converted.lines() if keys else [labelled("keys", converted.summary())]
-        lines, of_tool = chain(as_tool, [""], lines), ["", *shown_keys]
-    for text in chain(lines, of_tool):
+    for text in _lines(asked, (run, prediction, memory, stairs), config, run_of, keys=keys):
         echo_text(text)
     _end(run, prediction, memory)
 
@@ -259,6 +245,31 @@ def _predicted(
         run = with_rows(fit_run(p, shorten=shorten), index)
     prediction, stairs = predict_staircase(run)
     return replace(run, steps=prediction.steps_of_peak), prediction, stairs.memory, stairs
+
+
+def _lines(
+    asked: _Asked, predicted: "Predicted", config: Path | None, run_of: "Callable[[Converted], Run]", *, keys: bool
+) -> Iterator[str]:
+    """The answer for people: of another tool's configuration first the run there, and with `keys` its keys at last."""
+    from lean_finetune.commands.fit_text import fit_lines
+    from lean_finetune.commands.fit_tool import tool_lines
+    from lean_finetune.memory.advice.verdict import judge_run
+
+    run, prediction, memory, stairs = predicted
+    converted = asked.converted
+    source = str(config or asked.file) if config or not asked.usual else "the defaults; --set KEY=VALUE changes them"
+    words, option = _this_command(), "--set"
+    if asked.file == PARAMS_FILE:
+        words, option = ["dvc", "exp", "run", *(word for flag in asked.flags for word in ("-S", flag))], "-S"
+    if converted is not None and config is not None:
+        here = judge_run(run, prediction, memory).state
+        yield from tool_lines(run, here, prediction.peak.bytes, converted, config, run_of)
+        yield ""
+    command, of_tool = shell_line(words), converted is not None
+    yield from fit_lines(run, prediction, memory, source, command, option, of_tool=of_tool, stairs=stairs)
+    if converted is not None:
+        yield ""
+        yield from converted.lines() if keys else [labelled("keys", converted.summary())]
 
 
 def _applied(
