@@ -16,6 +16,7 @@ from benchmarks.estimate_facts import (
     spec_of,
 )
 from benchmarks.estimate_t4 import t4_figures, t4_runs
+from benchmarks.published_configs import published_configs
 from benchmarks.published_rows import published_rows
 from benchmarks.variants import Variant, replayed, trace_variant
 from tests.kit.estimate_cpu import FAMILIES
@@ -39,6 +40,7 @@ def test_every_figure_of_the_files_has_its_row():
     assert len([*published_facts(), *others]) == lines.pop("published_memory.csv")
     del lines["cuda_traces.csv"]  # Of benchmarks.cuda_traces.
     assert len(published_rows()) == lines.pop("published_2026.csv")
+    assert len(published_configs()) == lines.pop("published_configs.csv")
     assert not lines, "no benchmark reads this file"
     assert all(fact.assumed for fact in [*rows, *published_facts(), *others])
 
