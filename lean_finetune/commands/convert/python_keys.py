@@ -83,17 +83,17 @@ def keys_of_python(path: Path, text: str) -> dict[str, Any]:
             f"{path}: must make one trainer of TRL or Unsloth, such as SFTTrainer(…); got {len(trainers)}; name another"
         )
     found = _Run(path=path, calls=calls, trainer=trainers[0]).keys()
-    flat = list(islice(_flat(found), MOST_VALUES + 1))
+    flat = list(islice(flat_values(found), MOST_VALUES + 1))
     if len(flat) > MOST_VALUES:
         raise UserError(f"{path}: must have at most {MOST_VALUES} values; got more; name another file")
     return {key: _plain(value) for key, value in flat}
 
 
-def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_values(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Values by dotted key."""
     for key, value in content.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat_values(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

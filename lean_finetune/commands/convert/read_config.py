@@ -20,7 +20,7 @@ from lean_finetune.commands.convert.data_sets import (
 from lean_finetune.commands.convert.images import combine_images
 from lean_finetune.commands.convert.notebook_cells import MOST_NOTEBOOK_BYTES
 from lean_finetune.commands.convert.objectives import combine_objective
-from lean_finetune.commands.convert.python_keys import keys_of_python
+from lean_finetune.commands.convert.python_keys import flat_values, keys_of_python
 from lean_finetune.commands.convert.shell_script import Unresolved, commands_of
 from lean_finetune.commands.convert.table_rules import NO_DATA, Reading
 from lean_finetune.config.other_tools import Table, tables
@@ -59,13 +59,10 @@ def _of_yaml(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values by dotted key."""
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
+def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Values by dotted key; words that YAML 1.1 reads as booleans are booleans."""
+    for key, value in flat_values(content):
+        yield key, BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _text(path: Path, most_bytes: int) -> str:
